@@ -137,7 +137,7 @@ def _with_ones(v_BHCE: Tensor) -> Tensor:
 
 def _inside(chunk: Chunk, query: Features, key: Features, v_BHCN: Tensor) -> Tensor:
     """Return what the chunk's keys give its queries, [B, H, C, N]."""
-    return (query.scores(key) * chunk.visible) @ v_BHCN  # type: ignore[arg-type]
+    return (query.scores(key) * chunk.visible) @ v_BHCN
 
 
 def _from_state(chunk: Chunk, query: Features, memory_BHMN: Tensor) -> Tensor:

@@ -49,6 +49,10 @@ class SlayAttention(LinearAttention):
     """SLAY with explicit tensor-product fusion, m = nodes · anchors · random_features."""
 
     config: SlayConfig
+    nodes_R: Tensor
+    weights_R: Tensor
+    omega_RHND: Tensor
+    anchors_PD: Tensor
 
     def __init__(self, config: SlayConfig, **sizes: Any) -> None:
         super().__init__(config, **sizes)

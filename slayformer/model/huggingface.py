@@ -40,7 +40,8 @@ def load_gpt2_weights(model: GPT2, weights: Mapping[str, Tensor]) -> None:
         for ours, theirs in names.items():
             if theirs not in weights:
                 raise ValueError(f"the weights lack {theirs}")
-            source, target = weights[theirs], parameters[ours]
+            source: Tensor = weights[theirs]
+            target: Tensor = parameters[ours]
             if source.ndim == 2 and "norm" not in ours and "embedding" not in ours:
                 source = source.T
             if ours == "token_embedding.weight":

@@ -1,0 +1,325 @@
+"""Every registered mechanism keeps the contract of attention/base.py.
+
+The reference is the dense fp64 form: kernel values for all pairs, masked, normalised. For linear
+mechanisms the kernel comes from their own expanded features; tests/attention/test_slay.py and its
+neighbours prove the features themselves against independent formulas.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor
+
+from slayformer.attention.base import Attention
+from slayformer.attention.linear import CHUNK, LinearAttention
+from slayformer.attention.quadratic import QuadraticAttention
+from slayformer.config import load_attention_config
+from slayformer.registry import build_attention, load_mechanisms
+
+CONFIGS = Path(__file__).parents[2] / "configs" / "attention"
+NAMES = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
+LENGTHS = [1, 2, 7, 8, 15, 17, 63, 64, 65, 127, 129, 1000]
+HEADS, WIDTH = 2, 16
+
+
+def build(name: str, *, exact_normaliser: bool = False, width: int = WIDTH) -> Attention:
+    """Build mechanism `name` from its YAML; `exact_normaliser` takes δ out of the normaliser."""
+    config = load_attention_config(OmegaConf.to_container(OmegaConf.load(CONFIGS / f"{name}.yaml")))
+    if exact_normaliser and hasattr(config, "delta"):
+        config = dataclasses.replace(config, delta=1e-30)
+    return build_attention(
+        config, num_heads=HEADS, head_dim=width, max_sequence_length=8192, seed=11
+    )
+
+
+def heads(batch: int, length: int, *, seed: int = 0, dtype=torch.float64, scale: float = 1.0):
+    """Return q, k, v of shape [batch, HEADS, length, WIDTH]."""
+    draws = torch.Generator().manual_seed(seed)
+    shape = (batch, HEADS, length, WIDTH)
+    return tuple(
+        (scale * torch.randn(shape, generator=draws, dtype=torch.float64)).to(dtype)
+        for _ in range(3)
+    )
+
+
+def dense(attention: Attention, q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+    """Return the dense fp64 form for a boolean [B, 1, T, T] or [T, T] `visible`."""
+    if isinstance(attention, LinearAttention):
+        tensors = attention.feature_tensors(torch.float64)
+        positions = torch.arange(q.shape[2]).expand(q.shape[0], -1)
+        phi_q, phi_k = (
+            attention.feature_map(x, *tensors, is_query=is_query, positions=positions).expand()
+            for x, is_query in ((q, True), (k, False))
+        )
+        kernel, delta = phi_q @ phi_k.mT, attention.delta
+    else:
+        assert isinstance(attention, QuadraticAttention)
+        kernel, delta = attention.kernel(q, k), 0.0
+    kernel = torch.where(visible, kernel, 0.0)
+    return kernel @ v / (kernel.sum(-1, keepdim=True) + delta)
+
+
+def relative_rms(x: Tensor, reference: Tensor) -> float:
+    """Return ‖x − reference‖/‖reference‖."""
+    return float((x.double() - reference).norm() / reference.norm())
+
+
+def test_every_mechanism_has_one_yaml_of_its_name():
+    assert sorted(load_mechanisms()) == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+class TestContract:
+    @pytest.mark.parametrize("causal", [True, False])
+    @pytest.mark.parametrize("length", LENGTHS)
+    def test_output_and_gradients_equal_the_dense_form(self, name, length, causal):
+        attention = build(name)
+        visible = torch.ones(length, length, dtype=torch.bool)
+        visible = visible.tril() if causal else visible
+        weight = torch.randn(1, HEADS, length, WIDTH, dtype=torch.float64)
+        results = {}
+        for kind in ("dense", "fp64", "fp32"):
+            dtype = torch.float32 if kind == "fp32" else torch.float64
+            q, k, v = (x.requires_grad_() for x in heads(1, length, dtype=dtype))
+            if kind == "dense":
+                y = dense(attention, q, k, v, visible)
+            else:
+                y, state = attention(q, k, v, causal=causal)
+                assert state is None
+                assert y.dtype == dtype
+            gradients = torch.autograd.grad((y * weight.to(dtype)).sum(), (q, k, v))
+            results[kind] = [y.detach(), *gradients]
+        for kind, tolerance in (("fp64", 1e-12), ("fp32", 1e-5)):
+            for what, ours, reference in zip(
+                ("y", "dq", "dk", "dv"), results[kind], results["dense"], strict=True
+            ):
+                # a lone key takes all the weight, so dq and dk are zero up to δ and rounding
+                if length == 1 and what in ("dq", "dk"):
+                    assert (ours - reference).abs().max() < 1e-5, (kind, what)
+                else:
+                    assert relative_rms(ours, reference) < tolerance, (kind, what)
+
+    @pytest.mark.parametrize("length", [1, 5])
+    def test_gradcheck(self, name, length):
+        attention = build(name).double()
+        q, k, v = (x.requires_grad_() for x in heads(1, length))
+        assert torch.autograd.gradcheck(lambda *qkv: attention(*qkv)[0], (q, k, v))
+
+    def test_gradcheck_of_the_chunked_walk_with_a_state(self, name):
+        attention = build(name).double()
+        if not isinstance(attention, LinearAttention):
+            pytest.skip("only linear mechanisms are walked in chunks")
+        attention.chunk = 4
+        q, k, v = (x.requires_grad_() for x in heads(1, 11))
+        state = attention.init_state(1)
+        shape = state.memory_BHMN.shape
+        memory = torch.rand(shape, dtype=torch.float64).requires_grad_()
+
+        def run(q, k, v, memory):
+            y, after = attention(q, k, v, state=dataclasses.replace(state, memory_BHMN=memory))
+            return y, after.memory_BHMN[..., :3, :]
+
+        assert torch.autograd.gradcheck(run, (q, k, v, memory), atol=1e-4, fast_mode=True)
+
+    @pytest.mark.parametrize("length", [9, CHUNK + 40])
+    def test_the_future_changes_nothing(self, name, length):
+        attention = build(name)
+        q, k, v = heads(2, length, dtype=torch.float32)
+        for first in (1, length // 2, length - 1):
+            changed = [x.clone() for x in (q, k, v)]
+            for x in changed:
+                x[:, :, first:] = 5 * torch.randn_like(x[:, :, first:])
+            before, after = attention(q, k, v)[0], attention(*changed)[0]
+            assert torch.equal(before[:, :, :first], after[:, :, :first])
+            assert not torch.equal(before[:, :, first:], after[:, :, first:])
+
+    @pytest.mark.parametrize("length", [1, 65, 1000])
+    def test_rows_sum_to_one(self, name, length):
+        attention = build(name, exact_normaliser=True)
+        q, k, v = heads(1, length, dtype=torch.float32)
+        y, _ = attention(q, k, torch.ones_like(v))
+        torch.testing.assert_close(y, torch.ones_like(y), rtol=0, atol=1e-5)
+
+    @pytest.mark.parametrize("length", LENGTHS)
+    def test_segments_equal_the_whole(self, name, length):
+        attention = build(name)
+        q, k, v = heads(2, length, dtype=torch.float32)
+        whole, _ = attention(q, k, v)
+        draws = torch.Generator().manual_seed(length)
+        cuts = sorted(set(torch.randint(0, length + 1, (3,), generator=draws).tolist()))
+        steps = list(range(length)) if length <= 65 else [*cuts, *range(length - 5, length)]
+        for bounds in ([0, *cuts, length], [*sorted({0, *steps}), length]):
+            state, parts = attention.init_state(2), []
+            for start, stop in pairwise(bounds):
+                span = slice(start, stop)
+                if start == stop:
+                    continue
+                y, state = attention(q[:, :, span], k[:, :, span], v[:, :, span], state=state)
+                parts.append(y)
+            torch.testing.assert_close(torch.cat(parts, 2), whole, rtol=1e-5, atol=1e-5)
+
+    def test_a_linear_state_has_constant_size(self, name):
+        attention = build(name)
+        if not isinstance(attention, LinearAttention):
+            pytest.skip("a quadratic mechanism keeps every key and value")
+        state = attention.init_state(1)
+        size = state.memory_BHMN.shape
+        assert size == (1, HEADS, attention.feature_count, WIDTH + 1)
+        for length in (1, 300):
+            q, k, v = heads(1, length, dtype=torch.bfloat16)
+            _, state = attention(q, k, v, state=state)
+            assert state.memory_BHMN.shape == size
+            assert state.memory_BHMN.dtype == torch.float32
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+    def test_half_precision_at_six_sigma(self, name, dtype):
+        attention = build(name)
+        q, k, v = (x.requires_grad_() for x in heads(1, 1024, dtype=dtype, scale=6.0))
+        y, _ = attention(q, k, v)
+        gradients = torch.autograd.grad(y.float().square().mean(), (q, k, v))
+        assert y.dtype == dtype
+        assert all(bool(x.isfinite().all()) for x in (y, *gradients))
+        visible = torch.ones(1024, 1024, dtype=torch.bool).tril()
+        exact = [x.detach().double() for x in (q, k, v)]
+        reference = dense(attention, exact[0], exact[1], exact[2], visible)
+        assert relative_rms(y.detach(), reference) < 2e-2
+
+    def test_autocast_changes_only_rounding(self, name):
+        attention = build(name)
+        q, k, v = (x.requires_grad_() for x in heads(1, 200, dtype=torch.float32))
+        plain, _ = attention(q, k, v)
+        reference = torch.autograd.grad(plain.square().sum(), (q, k, v))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y, _ = attention(q, k, v)
+        gradients = torch.autograd.grad(y.float().square().sum(), (q, k, v))
+        tolerance = 2e-2 if name == "softmax" else 1e-6
+        assert relative_rms(y.detach(), plain.detach().double()) < tolerance
+        for ours, wanted in zip(gradients, reference, strict=True):
+            assert relative_rms(ours, wanted.double()) < tolerance
+
+    def test_zero_vectors(self, name):
+        attention = build(name)
+        for zero in range(3):
+            qkv = [x.requires_grad_() for x in heads(1, 70, dtype=torch.float32)]
+            qkv[zero] = torch.zeros_like(qkv[zero]).requires_grad_()
+            y, _ = attention(*qkv)
+            gradients = torch.autograd.grad(y.square().sum(), qkv)
+            assert all(bool(x.isfinite().all()) for x in (y, *gradients))
+
+    @pytest.mark.parametrize("causal", [True, False])
+    @pytest.mark.parametrize("batch", [1, 3])
+    def test_left_padding_equals_no_padding(self, name, batch, causal):
+        attention = build(name)
+        length = CHUNK + 30
+        q, k, v = heads(batch, length, dtype=torch.float32)
+        for padding in (0, 3, 7):
+            mask = torch.arange(length).expand(batch, -1) >= padding
+            y, _ = attention(q, k, v, causal=causal, mask=mask)
+            alone, _ = attention(*(x[:, :, padding:] for x in (q, k, v)), causal=causal)
+            torch.testing.assert_close(y[:, :, padding:], alone, rtol=1e-5, atol=1e-5)
+            assert bool(y.isfinite().all())
+
+    @pytest.mark.parametrize("padding", [0, 3, 7])
+    def test_left_padding_in_prefill_and_cached_steps(self, name, padding):
+        attention = build(name)
+        q, k, v = heads(3, 40, dtype=torch.float32)
+        mask = torch.arange(40) >= torch.tensor([padding, 0, 2])[:, None]
+        state = attention.init_state(3)
+        y, state = attention(*(x[:, :, :30] for x in (q, k, v)), mask=mask[:, :30], state=state)
+        parts = [y]
+        for t in range(30, 40):
+            y, state = attention(*(x[:, :, t : t + 1] for x in (q, k, v)), state=state)
+            parts.append(y)
+        together = torch.cat(parts, dim=2)
+        for row, start in enumerate((padding, 0, 2)):
+            alone, _ = attention(*(x[row : row + 1, :, start:] for x in (q, k, v)))
+            torch.testing.assert_close(
+                together[row : row + 1, :, start:], alone, rtol=1e-5, atol=1e-5
+            )
+
+    @pytest.mark.parametrize("causal", [True, False])
+    def test_packed_documents_equal_each_alone(self, name, causal):
+        attention = build(name)
+        # cuts inside a chunk, at its end, a document longer than a chunk, one of a single token
+        bounds = [0, 5, CHUNK, CHUNK + 1, 2 * CHUNK + 41, 300]
+        lengths = torch.tensor(bounds).diff()
+        ids = torch.repeat_interleave(torch.arange(len(lengths)), lengths)[None].expand(2, -1)
+        weight = torch.randn(2, HEADS, 300, WIDTH)
+        q, k, v = (x.requires_grad_() for x in heads(2, 300, dtype=torch.float32))
+        y, _ = attention(q, k, v, causal=causal, document_ids=ids)
+        gradients = torch.autograd.grad((y * weight).sum(), (q, k, v))
+        for start, stop in pairwise(bounds):
+            part = [x[:, :, start:stop].detach().requires_grad_() for x in (q, k, v)]
+            alone, _ = attention(*part, causal=causal)
+            torch.testing.assert_close(y[:, :, start:stop], alone, rtol=1e-5, atol=1e-5)
+            wanted = torch.autograd.grad((alone * weight[:, :, start:stop]).sum(), part)
+            for ours, reference in zip(gradients, wanted, strict=True):
+                torch.testing.assert_close(ours[:, :, start:stop], reference, rtol=1e-4, atol=1e-4)
+
+    def test_packed_documents_across_a_state(self, name):
+        attention = build(name)
+        q, k, v = heads(1, 50, dtype=torch.float32)
+        ids = torch.repeat_interleave(torch.arange(3), torch.tensor([20, 15, 15]))[None]
+        whole, _ = attention(q, k, v, document_ids=ids)
+        for cut in (10, 20, 28):
+            state, parts = attention.init_state(1), []
+            for span in (slice(0, cut), slice(cut, 50)):
+                y, state = attention(
+                    *(x[:, :, span] for x in (q, k, v)), document_ids=ids[:, span], state=state
+                )
+                parts.append(y)
+            torch.testing.assert_close(torch.cat(parts, 2), whole, rtol=1e-5, atol=1e-5)
+
+    def test_state_dict_carries_everything_random(self, name):
+        attention = build(name)
+        entry = load_mechanisms()[name]
+        other = entry.attention(
+            attention.config, num_heads=HEADS, head_dim=WIDTH, max_sequence_length=8192, seed=99
+        )
+        q, k, v = heads(1, 70, dtype=torch.float32)
+        if any(x.is_floating_point() for x in attention.state_dict().values()):
+            assert not torch.equal(other(q, k, v)[0], attention(q, k, v)[0])
+        other.load_state_dict(attention.state_dict())
+        assert torch.equal(other(q, k, v)[0], attention(q, k, v)[0])
+        assert all(x.dtype == torch.float32 for x in attention.state_dict().values())
+
+    def test_the_seed_decides_and_nothing_else(self, name):
+        torch.manual_seed(1)
+        first = build(name).state_dict()
+        torch.manual_seed(2)
+        second = build(name).state_dict()
+        assert all(torch.equal(first[key], second[key]) for key in first)
+
+    def test_causal_state_is_refused_without_causality(self, name):
+        attention = build(name)
+        q, k, v = heads(1, 3)
+        with pytest.raises(ValueError, match="causal"):
+            attention(q, k, v, causal=False, state=attention.init_state(1))
+
+    def test_flops_grow_as_the_mechanism_says(self, name):
+        attention = build(name)
+        short, long = attention.flops_per_token(4096), attention.flops_per_token(8192)
+        assert 0 < attention.flops_per_token(1) <= short
+        if isinstance(attention, LinearAttention):
+            assert long == short
+        else:
+            assert 1.9 < long / short < 2.1
+
+    @pytest.mark.slow
+    def test_compiled_equals_eager(self, name):
+        attention = build(name)
+        compiled = torch.compile(attention)
+        weight = torch.randn(1, HEADS, CHUNK + 9, WIDTH)
+        results = []
+        for module in (attention, compiled):
+            q, k, v = (x.requires_grad_() for x in heads(1, CHUNK + 9, dtype=torch.float32))
+            y, _ = module(q, k, v)
+            results.append([y, *torch.autograd.grad((y * weight).sum(), (q, k, v))])
+        for eager, other in zip(*results, strict=True):
+            torch.testing.assert_close(other, eager, rtol=1e-5, atol=1e-5)
