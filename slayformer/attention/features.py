@@ -6,41 +6,48 @@ than the features themselves; the features are expanded only where they meet the
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 
+class Features(ABC):
+    """The features of a stretch of queries or keys, φ of shape [B, H, T, M]."""
+
+    @abstractmethod
+    def scores(self, keys: Any) -> Tensor:
+        """Return φ(q)·φ(k) for these queries and `keys` of the same kind, [B, H, T, S]."""
+
+    @abstractmethod
+    def expand(self) -> Tensor:
+        """Return φ, [B, H, T, M]."""
+
+
 @dataclass(frozen=True)
-class Dense:
+class Dense(Features):
     """Features written out: φ of shape [B, H, T, M]."""
 
     phi_BHTM: Tensor
 
     def scores(self, keys: Dense) -> Tensor:
-        """Return φ(q)·φ(k) for all pairs, [B, H, T, S]."""
         return self.phi_BHTM @ keys.phi_BHTM.mT
 
     def expand(self) -> Tensor:
-        """Return φ, [B, H, T, M]."""
         return self.phi_BHTM
 
 
 @dataclass(frozen=True)
-class Kronecker:
+class Kronecker(Features):
     """φ = left ⊗ right, whose scores are the product of the two maps' scores."""
 
     left_BHTP: Tensor
     right_BHTN: Tensor
 
     def scores(self, keys: Kronecker) -> Tensor:
-        """Return φ(q)·φ(k) for all pairs, [B, H, T, S], without forming φ."""
         left = self.left_BHTP @ keys.left_BHTP.mT
         return left * (self.right_BHTN @ keys.right_BHTN.mT)
 
     def expand(self) -> Tensor:
-        """Return φ, [B, H, T, P·N]."""
         return (self.left_BHTP[..., :, None] * self.right_BHTN[..., None, :]).flatten(-2)
-
-
-Features = Dense | Kronecker

@@ -187,7 +187,7 @@ class _Walked(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_out: Tensor, d_memory: Tensor):  # type: ignore[override]
+    def backward(ctx: Any, d_out: Tensor, d_memory: Tensor):
         q, k, v, memory, *tensors = ctx.saved_tensors
         walk: Walk = ctx.walk
         pull = _Pull(tensors)

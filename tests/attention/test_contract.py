@@ -82,7 +82,7 @@ class TestContract:
         attention = build(name)
         visible = torch.ones(length, length, dtype=torch.bool)
         visible = visible.tril() if causal else visible
-        weight = torch.randn(1, HEADS, length, WIDTH, dtype=torch.float64)
+        weight = heads(1, length, seed=1)[0]
         results = {}
         for kind in ("dense", "fp64", "fp32"):
             dtype = torch.float32 if kind == "fp32" else torch.float64
@@ -119,7 +119,8 @@ class TestContract:
         q, k, v = (x.requires_grad_() for x in heads(1, 11))
         state = attention.init_state(1)
         shape = state.memory_BHMN.shape
-        memory = torch.rand(shape, dtype=torch.float64).requires_grad_()
+        draws = torch.Generator().manual_seed(3)
+        memory = torch.rand(shape, generator=draws, dtype=torch.float64).requires_grad_()
 
         def run(q, k, v, memory):
             y, after = attention(q, k, v, state=dataclasses.replace(state, memory_BHMN=memory))
@@ -133,8 +134,9 @@ class TestContract:
         q, k, v = heads(2, length, dtype=torch.float32)
         for first in (1, length // 2, length - 1):
             changed = [x.clone() for x in (q, k, v)]
-            for x in changed:
-                x[:, :, first:] = 5 * torch.randn_like(x[:, :, first:])
+            other = heads(2, length, seed=first, dtype=torch.float32, scale=5.0)
+            for x, new in zip(changed, other, strict=True):
+                x[:, :, first:] = new[:, :, first:]
             before, after = attention(q, k, v)[0], attention(*changed)[0]
             assert torch.equal(before[:, :, :first], after[:, :, :first])
             assert not torch.equal(before[:, :, first:], after[:, :, first:])
@@ -250,7 +252,7 @@ class TestContract:
         bounds = [0, 5, CHUNK, CHUNK + 1, 2 * CHUNK + 41, 300]
         lengths = torch.tensor(bounds).diff()
         ids = torch.repeat_interleave(torch.arange(len(lengths)), lengths)[None].expand(2, -1)
-        weight = torch.randn(2, HEADS, 300, WIDTH)
+        weight = heads(2, 300, seed=1, dtype=torch.float32)[0]
         q, k, v = (x.requires_grad_() for x in heads(2, 300, dtype=torch.float32))
         y, _ = attention(q, k, v, causal=causal, document_ids=ids)
         gradients = torch.autograd.grad((y * weight).sum(), (q, k, v))
@@ -315,7 +317,7 @@ class TestContract:
     def test_compiled_equals_eager(self, name):
         attention = build(name)
         compiled = torch.compile(attention)
-        weight = torch.randn(1, HEADS, CHUNK + 9, WIDTH)
+        weight = heads(1, CHUNK + 9, seed=1, dtype=torch.float32)[0]
         results = []
         for module in (attention, compiled):
             q, k, v = (x.requires_grad_() for x in heads(1, CHUNK + 9, dtype=torch.float32))

@@ -56,8 +56,8 @@ def naive_attention(attention: SlayAttention, q: Tensor, k: Tensor, v: Tensor) -
 )
 def test_output_and_gradients_equal_the_naive_form(length, config):
     attention = build(config)
-    inputs = torch.randn(3, 2, 2, length, 32, dtype=torch.float64)
-    weight = torch.randn(2, 2, length, 32, dtype=torch.float64)
+    draws = torch.Generator().manual_seed(length)
+    *inputs, weight = torch.randn(4, 2, 2, length, 32, generator=draws, dtype=torch.float64)
     results = []
     for function, dtype in (
         (lambda q, k, v: naive_attention(attention, q, k, v), torch.float64),
@@ -101,7 +101,7 @@ def test_positive_random_features_estimate_the_exponential():
     attention = build(config, heads=1, width=8)
     projection, bias = (x[..., 1:] for x in attention.feature_tensors(torch.float64))
     bias = attention.feature_tensors(torch.float64)[1]
-    points = torch.randn(2, 8, dtype=torch.float64)
+    points = torch.randn(2, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     points = points / points.norm(dim=-1, keepdim=True)
     x = float(points[0] @ points[1])
     products = torch.exp(points @ projection[0] + bias).prod(0) * config.random_features
@@ -117,7 +117,7 @@ def test_anchor_features_average_to_a_constant_and_twice_the_square():
     """E[(a·q̂)²(a·k̂)²] = (1 + 2x²)/(d(d+2)) for anchors uniform on the sphere."""
     config = SlayConfig(nodes=1, anchors=200_000, random_features=1, epsilon=1e-3, delta=1e-6)
     anchors = build(config, heads=1, width=6).anchors_PD.double()
-    q, k = torch.randn(2, 6, dtype=torch.float64)
+    q, k = torch.randn(2, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     q, k = q / q.norm(), k / k.norm()
     samples = (anchors @ q).square() * (anchors @ k).square()
     expected = (1 + 2 * float(q @ k) ** 2) / (6 * 8)
