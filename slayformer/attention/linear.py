@@ -347,10 +347,10 @@ class LinearAttention(Attention):
 
     def flops_per_token(self, sequence_length: int) -> int:
         """Return features of q and k, half a chunk's scores, the state read and written."""
-        inside = min(self.chunk, sequence_length) * (self.score_width + self.head_dim + 1)
-        outside = 4 * self.feature_count * (self.head_dim + 1)
-        if sequence_length <= self.chunk:
-            outside = 0
+        walked = sequence_length > 2 * self.chunk
+        inside = self.chunk if walked else sequence_length
+        inside *= self.score_width + self.head_dim + 1
+        outside = 4 * self.feature_count * (self.head_dim + 1) if walked else 0
         return self.num_heads * (2 * self.feature_flops() + inside + outside)
 
     def forward(
@@ -414,7 +414,8 @@ class LinearAttention(Attention):
             has_past=state is not None,
             has_future=state is not None,
             length=length,
-            chunk=self.chunk,
+            # scores of one larger chunk cost less than a second one's trip through the state
+            chunk=self.chunk if length > 2 * self.chunk else length,
         )
         sums, memory = _apply_walk(walk, q, k, v, memory, self.feature_tensors(memory.dtype))
         if state is None:

@@ -24,7 +24,7 @@ from slayformer.registry import build_attention, load_mechanisms
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "attention"
 NAMES = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
-LENGTHS = [1, 2, 7, 8, 15, 17, 63, 64, 65, 127, 129, 1000]
+LENGTHS = [1, 2, 7, 8, 15, 17, 63, 64, 65, 127, 129, 257, 1000]
 HEADS, WIDTH = 2, 16
 
 
@@ -128,7 +128,7 @@ class TestContract:
 
         assert torch.autograd.gradcheck(run, (q, k, v, memory), atol=1e-4, fast_mode=True)
 
-    @pytest.mark.parametrize("length", [9, CHUNK + 40])
+    @pytest.mark.parametrize("length", [9, 2 * CHUNK + 40])
     def test_the_future_changes_nothing(self, name, length):
         attention = build(name)
         q, k, v = heads(2, length, dtype=torch.float32)
@@ -194,7 +194,7 @@ class TestContract:
 
     def test_autocast_changes_only_rounding(self, name):
         attention = build(name)
-        q, k, v = (x.requires_grad_() for x in heads(1, 200, dtype=torch.float32))
+        q, k, v = (x.requires_grad_() for x in heads(1, 2 * CHUNK + 44, dtype=torch.float32))
         plain, _ = attention(q, k, v)
         reference = torch.autograd.grad(plain.square().sum(), (q, k, v))
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -218,7 +218,7 @@ class TestContract:
     @pytest.mark.parametrize("batch", [1, 3])
     def test_left_padding_equals_no_padding(self, name, batch, causal):
         attention = build(name)
-        length = CHUNK + 30
+        length = 2 * CHUNK + 30
         q, k, v = heads(batch, length, dtype=torch.float32)
         for padding in (0, 3, 7):
             mask = torch.arange(length).expand(batch, -1) >= padding
@@ -317,10 +317,10 @@ class TestContract:
     def test_compiled_equals_eager(self, name):
         attention = build(name)
         compiled = torch.compile(attention)
-        weight = heads(1, CHUNK + 9, seed=1, dtype=torch.float32)[0]
+        weight = heads(1, 2 * CHUNK + 9, seed=1, dtype=torch.float32)[0]
         results = []
         for module in (attention, compiled):
-            q, k, v = (x.requires_grad_() for x in heads(1, CHUNK + 9, dtype=torch.float32))
+            q, k, v = (x.requires_grad_() for x in heads(1, 2 * CHUNK + 9, dtype=torch.float32))
             y, _ = module(q, k, v)
             results.append([y, *torch.autograd.grad((y * weight).sum(), (q, k, v))])
         for eager, other in zip(*results, strict=True):
