@@ -29,14 +29,14 @@ class SlayConfig:
     """Options of SLAY; the defaults in configs/attention/slay.yaml are the paper's Table 9."""
 
     nodes: int
-    anchors: int
-    random_features: int
+    polynomial_features: int
+    exponential_features: int
     epsilon: float
     # added to the normaliser
     delta: float
 
     def __post_init__(self) -> None:
-        for name in ("nodes", "anchors", "random_features"):
+        for name in ("nodes", "polynomial_features", "exponential_features"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"attention.{name}", getattr(self, name), "must be at least 1")
         for name in ("epsilon", "delta"):
@@ -46,7 +46,7 @@ class SlayConfig:
 
 @register_attention("slay", SlayConfig)
 class SlayAttention(LinearAttention):
-    """SLAY with explicit tensor-product fusion, m = nodes · anchors · random_features."""
+    """SLAY with explicit tensor-product fusion, m = nodes · polynomial_features · exponential_features."""
 
     config: SlayConfig
     nodes_R: Tensor
@@ -57,16 +57,16 @@ class SlayAttention(LinearAttention):
     def __init__(self, config: SlayConfig, **sizes: Any) -> None:
         super().__init__(config, **sizes)
         self.delta = config.delta
-        self.feature_count = config.nodes * config.anchors * config.random_features
-        self.score_width = config.anchors + config.nodes * config.random_features
+        self.feature_count = config.nodes * config.polynomial_features * config.exponential_features
+        self.score_width = config.polynomial_features + config.nodes * config.exponential_features
         nodes, weights = gauss_laguerre(config.nodes, config.epsilon)
         self.register_buffer("nodes_R", torch.tensor(nodes, dtype=torch.float32))
         self.register_buffer("weights_R", torch.tensor(weights, dtype=torch.float32))
         omega = draw_projections(
-            config.nodes, self.num_heads, config.random_features, self.head_dim, 2 * self.seed
+            config.nodes, self.num_heads, config.exponential_features, self.head_dim, 2 * self.seed
         )
         self.register_buffer("omega_RHND", omega)
-        anchors = draw_anchors(config.anchors, self.head_dim, 2 * self.seed + 1)
+        anchors = draw_anchors(config.polynomial_features, self.head_dim, 2 * self.seed + 1)
         self.register_buffer("anchors_PD", anchors)
 
     def feature_tensors(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -77,10 +77,10 @@ class SlayAttention(LinearAttention):
         """
         nodes_R = self.nodes_R.to(dtype)
         weights_R = self.weights_R.to(dtype)
-        count = self.config.random_features
+        count = self.config.exponential_features
         scaled_RHND = self.omega_RHND.to(dtype) * (2 * nodes_R).sqrt()[:, None, None, None]
         exponent_HFD = scaled_RHND.transpose(0, 1).flatten(1, 2)
-        anchor_PD = self.anchors_PD.to(dtype) * self.config.anchors**-0.25
+        anchor_PD = self.anchors_PD.to(dtype) * self.config.polynomial_features**-0.25
         anchor_HPD = anchor_PD.expand(self.num_heads, -1, -1)
         projection_HDF = torch.cat([anchor_HPD, exponent_HFD], dim=1).mT
         bias_R = 0.5 * (weights_R.log() - math.log(count)) - nodes_R
@@ -92,7 +92,9 @@ class SlayAttention(LinearAttention):
         """Return anchor features ⊗ √w_r-weighted positive random features of x/‖x‖."""
         projection_HDF, bias_F = tensors
         projected = (x_BHTD @ projection_HDF) * inverse_norm(x_BHTD)
-        anchor, exponent = projected.split([self.config.anchors, bias_F.shape[0]], dim=-1)
+        anchor, exponent = projected.split(
+            [self.config.polynomial_features, bias_F.shape[0]], dim=-1
+        )
         return Kronecker(anchor.square(), torch.exp(exponent + bias_F))
 
     def feature_flops(self) -> int:

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from slayformer.attention.slay import SlayAttention, SlayConfig
 
-PAPER = SlayConfig(nodes=3, anchors=8, random_features=16, epsilon=1e-3, delta=1e-6)
+PAPER = SlayConfig(
+    nodes=3, polynomial_features=8, exponential_features=16, epsilon=1e-3, delta=1e-6
+)
 
 
 def build(config: SlayConfig = PAPER, *, heads: int = 2, width: int = 32, seed: int = 5):
@@ -30,13 +32,13 @@ def naive_features(attention: SlayAttention, x: Tensor) -> Tensor:
     c = 2 + config.epsilon
     u = x / (x.square().sum(-1, keepdim=True) + 1e-4).sqrt()
     anchors = attention.anchors_PD.double()
-    anchor = (u @ anchors.T) ** 2 / math.sqrt(config.anchors)
+    anchor = (u @ anchors.T) ** 2 / math.sqrt(config.polynomial_features)
     parts = []
     for r in range(config.nodes):
         s, w = t[r] / c, alpha[r] / c
         omega = attention.omega_RHND[r].double()
         projected = torch.einsum("bhtd,hnd->bhtn", u, omega)
-        prf = torch.exp(math.sqrt(2 * s) * projected - s) / math.sqrt(config.random_features)
+        prf = torch.exp(math.sqrt(2 * s) * projected - s) / math.sqrt(config.exponential_features)
         parts.append(math.sqrt(w) * torch.einsum("bhtp,bhtn->bhtpn", anchor, prf).flatten(-2))
     return torch.cat(parts, dim=-1)
 
@@ -51,7 +53,10 @@ def naive_attention(attention: SlayAttention, q: Tensor, k: Tensor, v: Tensor) -
 @pytest.mark.parametrize("length", [1, 63, 65, 1000])
 @pytest.mark.parametrize(
     "config",
-    [PAPER, SlayConfig(nodes=1, anchors=3, random_features=5, epsilon=0.1, delta=1e-4)],
+    [
+        PAPER,
+        SlayConfig(nodes=1, polynomial_features=3, exponential_features=5, epsilon=0.1, delta=1e-4),
+    ],
     ids=["paper", "small"],
 )
 def test_output_and_gradients_equal_the_naive_form(length, config):
@@ -97,14 +102,16 @@ def test_denominators_are_strictly_positive():
 
 def test_positive_random_features_estimate_the_exponential():
     """E⟨φ(q̂), φ(k̂)⟩ = e^{2sx} (paper, proposition 2), within 4 standard errors."""
-    config = SlayConfig(nodes=3, anchors=1, random_features=200_000, epsilon=1e-3, delta=1e-6)
+    config = SlayConfig(
+        nodes=3, polynomial_features=1, exponential_features=200_000, epsilon=1e-3, delta=1e-6
+    )
     attention = build(config, heads=1, width=8)
     projection, bias = (x[..., 1:] for x in attention.feature_tensors(torch.float64))
     bias = attention.feature_tensors(torch.float64)[1]
     points = torch.randn(2, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     points = points / points.norm(dim=-1, keepdim=True)
     x = float(points[0] @ points[1])
-    products = torch.exp(points @ projection[0] + bias).prod(0) * config.random_features
+    products = torch.exp(points @ projection[0] + bias).prod(0) * config.exponential_features
     for products_r, s, w in zip(
         products.chunk(3), attention.nodes_R, attention.weights_R, strict=True
     ):
@@ -115,7 +122,9 @@ def test_positive_random_features_estimate_the_exponential():
 
 def test_anchor_features_average_to_a_constant_and_twice_the_square():
     """E[(a·q̂)²(a·k̂)²] = (1 + 2x²)/(d(d+2)) for anchors uniform on the sphere."""
-    config = SlayConfig(nodes=1, anchors=200_000, random_features=1, epsilon=1e-3, delta=1e-6)
+    config = SlayConfig(
+        nodes=1, polynomial_features=200_000, exponential_features=1, epsilon=1e-3, delta=1e-6
+    )
     anchors = build(config, heads=1, width=6).anchors_PD.double()
     q, k = torch.randn(2, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     q, k = q / q.norm(), k / k.norm()
@@ -130,7 +139,7 @@ import sys, torch
 from slayformer.attention.slay import SlayAttention, SlayConfig
 torch.set_num_threads(1)
 length, backward = int(sys.argv[1]), sys.argv[2] == "backward"
-attention = SlayAttention(SlayConfig(nodes=3, anchors=8, random_features=16, epsilon=1e-3,
+attention = SlayAttention(SlayConfig(nodes=3, polynomial_features=8, exponential_features=16, epsilon=1e-3,
     delta=1e-6), num_heads=8, head_dim=32, max_sequence_length=length, seed=0)
 def peak_kib():
     lines = open("/proc/self/status").read().splitlines()

@@ -16,7 +16,13 @@ OPTIONS = {
     "softmax": {},
     "linear_elu": {"delta": 1e-6},
     "yat_spherical": {"epsilon": 1e-3},
-    "slay": {"nodes": 3, "anchors": 8, "random_features": 16, "epsilon": 1e-3, "delta": 1e-6},
+    "slay": {
+        "nodes": 3,
+        "polynomial_features": 8,
+        "exponential_features": 16,
+        "epsilon": 1e-3,
+        "delta": 1e-6,
+    },
 }
 
 
