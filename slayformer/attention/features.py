@@ -24,6 +24,10 @@ class Features(ABC):
     def expand(self) -> Tensor:
         """Return φ, [B, H, T, M]."""
 
+    @abstractmethod
+    def first(self, count: int) -> Features:
+        """Return the features of the first `count` positions."""
+
 
 @dataclass(frozen=True)
 class Dense(Features):
@@ -36,6 +40,9 @@ class Dense(Features):
 
     def expand(self) -> Tensor:
         return self.phi_BHTM
+
+    def first(self, count: int) -> Dense:
+        return Dense(self.phi_BHTM[:, :, :count])
 
 
 @dataclass(frozen=True)
@@ -51,3 +58,6 @@ class Kronecker(Features):
 
     def expand(self) -> Tensor:
         return (self.left_BHTP[..., :, None] * self.right_BHTN[..., None, :]).flatten(-2)
+
+    def first(self, count: int) -> Kronecker:
+        return Kronecker(self.left_BHTP[:, :, :count], self.right_BHTN[:, :, :count])

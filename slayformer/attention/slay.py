@@ -46,7 +46,7 @@ class SlayConfig:
 
 @register_attention("slay", SlayConfig)
 class SlayAttention(LinearAttention):
-    """SLAY with explicit tensor-product fusion, m = nodes · polynomial_features · exponential_features."""
+    """SLAY with explicit tensor-product fusion."""
 
     config: SlayConfig
     nodes_R: Tensor
