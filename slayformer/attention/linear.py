@@ -157,7 +157,7 @@ class LinearAttention(Attention):
         positions = token_positions(real if mask is None else mask, documents, before)
         with torch.autocast(q_BHTD.device.type, enabled=False):
             sums_BHTN, after = self._sums(
-                q_BHTD, k_BHTD, v_BHTE, *places, before, state is not None
+                q_BHTD, k_BHTD, v_BHTE, mask, documents, positions, before, state is not None
             )
             if not causal:
                 # the keys after each query: the strict walk over the reversed sequence
