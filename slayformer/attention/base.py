@@ -6,10 +6,13 @@ E head width of v.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from slayformer.config import AttentionConfig
 
 
 class Attention(nn.Module):
@@ -20,11 +23,18 @@ class Attention(nn.Module):
     rank, and kept as persistent fp32 buffers.
     """
 
+    # whether no weight can be negative
+    positive: bool = True
+    # a comparison's control rather than a mechanism of its own
+    control: bool = False
+
     def __init__(
         self, config: Any, *, num_heads: int, head_dim: int, max_sequence_length: int, seed: int
     ) -> None:
         super().__init__()
-        self.config = config
+        assert isinstance(config, AttentionConfig)
+        config.check()
+        self.config: Any = config
         self.num_heads = num_heads
         self.head_dim = head_dim
         self.max_sequence_length = max_sequence_length
@@ -57,6 +67,24 @@ class Attention(nn.Module):
         """Return the multiply-adds ×2 of one token's forward pass, mean over a causal sequence."""
         raise NotImplementedError
 
+    def state_bytes(self, sequence_length: int) -> int:
+        """Return the bytes one sequence's state takes after `sequence_length` tokens, fp32."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Place:
+    """How far a sequence has come: the current document (-1: none yet) and its real tokens."""
+
+    document_B: Tensor
+    position_B: Tensor
+
+    @staticmethod
+    def start(batch_size: int, device: torch.device | str) -> Place:
+        """Return the place before the first token."""
+        zero = torch.zeros(batch_size, dtype=torch.long, device=device)
+        return Place(zero - 1, zero)
+
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype for features, states and normalisers: fp64 stays, all else is fp32."""
@@ -76,3 +104,26 @@ def real_document_ids(mask: Tensor | None, document_ids: Tensor | None) -> Tenso
     last_real = torch.where(mask, index, -1).cummax(dim=1).values
     filled = document_ids.gather(1, last_real.clamp_min(0))
     return torch.where(last_real < 0, -1, filled)
+
+
+def token_positions(mask_BT: Tensor, documents_BT: Tensor | None, place: Place) -> Tensor:
+    """Return each token's position in its document, [B, T] from 0, padding not counted.
+
+    `place` says where the tokens before these ended.
+    """
+    real = mask_BT.long()
+    seen = real.cumsum(dim=1)
+    offset = -place.position_B[:, None].expand_as(seen)
+    if documents_BT is not None:
+        before = torch.cat([place.document_B[:, None], documents_BT[:, :-1]], dim=1)
+        starts = documents_BT != before
+        lowest = torch.iinfo(torch.long).min
+        start_seen = torch.where(starts, seen - real, lowest).cummax(dim=1).values
+        offset = torch.maximum(offset, start_seen)
+    return (seen - 1 - offset).clamp_min(0)
+
+
+def place_after(place: Place, positions_BT: Tensor, documents_BT: Tensor | None) -> Place:
+    """Return the place after tokens at `positions_BT` of `documents_BT`."""
+    document_B = place.document_B if documents_BT is None else documents_BT[:, -1]
+    return Place(document_B, positions_BT[:, -1] + 1)

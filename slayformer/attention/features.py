@@ -1,15 +1,19 @@
-"""Feature maps as values: what a linear mechanism hands to the engine.
+"""Feature maps as values: what a linear mechanism hands to the walk.
 
-Within a chunk only the scores φ(q)·φ(k) are needed, and for products of maps they cost far less
-than the features themselves; the features are expanded only where they meet the running state.
+Within a chunk only the scores φ(q)·φ(k) are needed, and for products and squares of maps they
+cost far less than the features themselves; the features are expanded only where they meet the
+state.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -28,6 +32,10 @@ class Features(ABC):
     def first(self, count: int) -> Features:
         """Return the features of the first `count` positions."""
 
+    @abstractmethod
+    def scaled(self, factor: Tensor) -> Features:
+        """Return `factor` φ, for a factor that broadcasts to [B, H, T, 1]."""
+
 
 @dataclass(frozen=True)
 class Dense(Features):
@@ -44,20 +52,68 @@ class Dense(Features):
     def first(self, count: int) -> Dense:
         return Dense(self.phi_BHTM[:, :, :count])
 
+    def scaled(self, factor: Tensor) -> Dense:
+        return Dense(self.phi_BHTM * factor)
+
 
 @dataclass(frozen=True)
 class Kronecker(Features):
     """φ = left ⊗ right, whose scores are the product of the two maps' scores."""
 
-    left_BHTP: Tensor
-    right_BHTN: Tensor
+    left: Features
+    right: Features
 
     def scores(self, keys: Kronecker) -> Tensor:
-        left = self.left_BHTP @ keys.left_BHTP.mT
-        return left * (self.right_BHTN @ keys.right_BHTN.mT)
+        return self.left.scores(keys.left) * self.right.scores(keys.right)
 
     def expand(self) -> Tensor:
-        return (self.left_BHTP[..., :, None] * self.right_BHTN[..., None, :]).flatten(-2)
+        left, right = self.left.expand(), self.right.expand()
+        return (left[..., :, None] * right[..., None, :]).flatten(-2)
 
     def first(self, count: int) -> Kronecker:
-        return Kronecker(self.left_BHTP[:, :, :count], self.right_BHTN[:, :, :count])
+        return Kronecker(self.left.first(count), self.right.first(count))
+
+    def scaled(self, factor: Tensor) -> Kronecker:
+        return Kronecker(self.left.scaled(factor), self.right)
+
+
+@lru_cache
+def _pairs(width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return i, j and the factor of each feature y_i y_j, i ≤ j: 1 on the diagonal, √2 off it."""
+    i, j = torch.triu_indices(width, width)
+    factor = torch.where(i == j, 1.0, torch.tensor(2.0, dtype=torch.float64).sqrt())
+    return i, j, factor
+
+
+@dataclass(frozen=True)
+class SumOfSquares(Features):
+    """φ = [vec_sym(y_1), …, vec_sym(y_G), rest]: scores Σ_g (y_g(q)·y_g(k))² + rest(q)·rest(k).
+
+    vec_sym(y) = [y_i², √2 y_i y_j (i < j)], n(n+1)/2 features of a block of width n.
+    """
+
+    blocks: tuple[Tensor, ...]
+    rest_BHTL: Tensor
+
+    def scores(self, keys: SumOfSquares) -> Tensor:
+        total = self.rest_BHTL @ keys.rest_BHTL.mT
+        for query, key in zip(self.blocks, keys.blocks, strict=True):
+            total = total + (query @ key.mT).square()
+        return total
+
+    def expand(self) -> Tensor:
+        parts = []
+        for y in self.blocks:
+            i, j, factor = (x.to(y.device) for x in _pairs(y.shape[-1]))
+            parts.append(y[..., i] * y[..., j] * factor.to(y.dtype))
+        return torch.cat([*parts, self.rest_BHTL], dim=-1)
+
+    def first(self, count: int) -> SumOfSquares:
+        return self._each(lambda x: x[:, :, :count])
+
+    def scaled(self, factor: Tensor) -> SumOfSquares:
+        root = factor.sqrt()
+        return SumOfSquares(tuple(y * root for y in self.blocks), self.rest_BHTL * factor)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> SumOfSquares:
+        return SumOfSquares(tuple(change(y) for y in self.blocks), change(self.rest_BHTL))

@@ -18,7 +18,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slayformer.attention.base import Attention, accumulation_dtype, real_document_ids
+from slayformer.attention.base import (
+    Attention,
+    Place,
+    accumulation_dtype,
+    place_after,
+    real_document_ids,
+    token_positions,
+)
 from slayformer.attention.features import Features
 from slayformer.attention.walk import Keys, Walk, apply_walk
 
@@ -43,27 +50,8 @@ class LinearState:
     # Σ φ(k) [v, 1]ᵀ over one document, fp32, and that document's id
     memory_BHMN: Tensor
     memory_document_B: Tensor
-    # the current document's id (-1 before the first) and its real tokens so far
-    document_B: Tensor
-    position_B: Tensor
+    place: Place
     recent: RecentKeys
-
-
-def token_positions(mask_BT: Tensor, documents_BT: Tensor | None, state: LinearState) -> Tensor:
-    """Return each token's place in its document, [B, T] from 0, padding not counted.
-
-    `state` says how far the document that was current before these tokens had come.
-    """
-    real = mask_BT.long()
-    seen = real.cumsum(dim=1)
-    offset = -state.position_B[:, None].expand_as(seen)
-    if documents_BT is not None:
-        before = torch.cat([state.document_B[:, None], documents_BT[:, :-1]], dim=1)
-        starts = documents_BT != before
-        lowest = torch.iinfo(torch.long).min
-        start_seen = torch.where(starts, seen - real, lowest).cummax(dim=1).values
-        offset = torch.maximum(offset, start_seen)
-    return (seen - 1 - offset).clamp_min(0)
 
 
 class LinearAttention(Attention):
@@ -81,6 +69,10 @@ class LinearAttention(Attention):
     # `none`, `chunk` or `window`: which pairs `near_scores` decides, and how far they reach
     local: str = "none"
     local_size: int = 0
+    # least normaliser per visible key of a signed map; 0: no guard
+    guard_floor: float = 0.0
+    # share of the last call's rows that the guard held up
+    guarded_share: Tensor | None = None
 
     def feature_tensors(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """Return every tensor the feature map and the near scores read, once per forward pass.
@@ -99,6 +91,10 @@ class LinearAttention(Attention):
         """Return the exact scores of near pairs, [B, H, T, S]; only with `local` set."""
         raise NotImplementedError
 
+    def normaliser_offset(self, dtype: torch.dtype) -> Tensor | float:
+        """Return what is added to the normaliser: δ, on the scale of the features."""
+        return self.delta
+
     def feature_flops(self) -> int:
         """Return the FLOPs of one vector's features in one head."""
         raise NotImplementedError
@@ -108,12 +104,11 @@ class LinearAttention(Attention):
         memory = (batch_size, self.num_heads, self.feature_count, self.head_dim + 1)
         recent = (batch_size, self.num_heads, self.local_size, self.head_dim)
         slots = torch.zeros(batch_size, self.local_size, dtype=torch.long, device=device)
-        none = torch.full((batch_size,), -1, dtype=torch.long, device=device)
+        place = Place.start(batch_size, device)
         return LinearState(
             memory_BHMN=torch.zeros(memory, device=device),
-            memory_document_B=none,
-            document_B=none,
-            position_B=torch.zeros_like(none),
+            memory_document_B=place.document_B,
+            place=place,
             recent=RecentKeys(
                 k_BHWD=torch.zeros(recent, device=device),
                 v_BHWE=torch.zeros(recent, device=device),
@@ -132,6 +127,11 @@ class LinearAttention(Attention):
             pair += 2 * self.head_dim
         state = 4 * self.feature_count * (self.head_dim + 1) if walked else 0
         return round(self.num_heads * (2 * self.feature_flops() + met * pair + state))
+
+    def state_bytes(self, sequence_length: int) -> int:
+        """Return the bytes of the state: features × (E + 1) and the remembered keys and values."""
+        width = self.feature_count * (self.head_dim + 1) + self.local_size * 2 * self.head_dim
+        return 4 * self.num_heads * width
 
     def forward(
         self,
@@ -152,9 +152,9 @@ class LinearAttention(Attention):
         before = self.init_state(batch_size, q_BHTD.device) if state is None else state
         if self.local_size and documents is None and state is not None:
             # the remembered keys may be of another document than the new ones
-            documents = before.document_B.clamp_min(0)[:, None].expand(-1, length)
+            documents = before.place.document_B.clamp_min(0)[:, None].expand(-1, length)
         real = torch.ones(batch_size, length, dtype=torch.bool, device=q_BHTD.device)
-        positions = token_positions(real if mask is None else mask, documents, before)
+        positions = token_positions(real if mask is None else mask, documents, before.place)
         with torch.autocast(q_BHTD.device.type, enabled=False):
             sums_BHTN, after = self._sums(
                 q_BHTD, k_BHTD, v_BHTE, mask, documents, positions, before, state is not None
@@ -167,8 +167,17 @@ class LinearAttention(Attention):
                     q, k, v, mask, documents, positions.flip(1), before, False, strict=True
                 )
                 sums_BHTN = sums_BHTN + later_BHTN.flip(2)
-            y_BHTE = sums_BHTN[..., :-1] / (sums_BHTN[..., -1:] + self.delta)
+            normaliser = sums_BHTN[..., -1:] + self.normaliser_offset(sums_BHTN.dtype)
+            if self.guard_floor > 0:
+                normaliser = self._guarded(normaliser, positions)
+            y_BHTE = sums_BHTN[..., :-1] / normaliser
         return y_BHTE.to(v_BHTE.dtype), after if state is not None else None
+
+    def _guarded(self, normaliser_BHT1: Tensor, positions_BT: Tensor) -> Tensor:
+        """Return the normaliser held above `guard_floor` times the number of visible keys."""
+        floor = self.guard_floor * (positions_BT + 1)[:, None, :, None].to(normaliser_BHT1.dtype)
+        self.guarded_share = (normaliser_BHT1 < floor).float().mean().detach()
+        return torch.maximum(normaliser_BHT1, floor)
 
     def is_near(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
         """Return which pairs of positions in one document `near_scores` decides."""
@@ -234,10 +243,9 @@ class LinearAttention(Attention):
     ) -> LinearState:
         """Return the state after a walk over `k` and `v`, earlier keys included."""
         length = positions.shape[1]
-        memory_document, document = before.memory_document_B, before.document_B
-        if documents is not None and keys.documents_BS is not None:
+        memory_document = before.memory_document_B
+        if keys.documents_BS is not None:
             memory_document = keys.documents_BS[:, length - 1]
-            document = documents[:, -1]
         recent = before.recent
         if self.local_size:
             assert keys.mask_BS is not None
@@ -251,4 +259,5 @@ class LinearAttention(Attention):
                 else keys.documents_BS[:, kept],
                 position_BW=keys.positions_BS[:, kept],
             )
-        return LinearState(memory, memory_document, document, positions[:, -1] + 1, recent)
+        place = place_after(before.place, positions, documents)
+        return LinearState(memory, memory_document, place, recent)

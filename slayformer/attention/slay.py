@@ -1,102 +1,265 @@
-"""SLAY: spherical linearised attention with the Yat kernel, as published (paper, section 2).
+"""SLAY: spherical linearised attention with the Yat kernel (paper, section 2), and its variants.
 
-The kernel x²/(C − 2x) = ∫ e^{−sC} x² e^{2sx} ds becomes R Gauss–Laguerre nodes; at each, anchor
-features of x² are multiplied with positive random features of e^{2sx}. Anchors are shared by the
-nodes, so the whole map is one Kronecker product of P anchor features with R·N exponentials, and
-its m = P·R·N features are strictly positive.
+The kernel x²/(C − 2x) = ∫ e^{−sC} x² e^{2sx} ds becomes a sum over nodes, Σ_r w_r x² e^{2 s_r x}.
+A degree-2 map stands for x², positive random features for the exponentials, and a fusion joins
+them. Each choice is an option of its own; configs/attention/slay*.yaml are named combinations.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from slayformer.attention.features import Features, Kronecker
-from slayformer.attention.kernels import gauss_laguerre, inverse_norm
+from slayformer.attention.base import generator
+from slayformer.attention.features import Dense, Features, Kronecker
+from slayformer.attention.kernels import fitted_quadrature, gauss_laguerre, spherical_yat, unit
 from slayformer.attention.linear import LinearAttention
-from slayformer.attention.polynomial import draw_anchors
-from slayformer.attention.positive_features import draw_projections
+from slayformer.attention.polynomial import (
+    POLYNOMIALS,
+    PolynomialMap,
+    count_sketches,
+    sketch_product,
+)
+from slayformer.attention.positive_features import ExponentialFeatures
+from slayformer.config import AttentionConfig, one_of, positive
 from slayformer.errors import ConfigError
 from slayformer.registry import register_attention
 
+Quadrature = Callable[[int, float], tuple[np.ndarray, np.ndarray]]
+QUADRATURES: dict[str, Quadrature] = {"gauss_laguerre": gauss_laguerre, "fitted": fitted_quadrature}
+# an ordinary kernel value at cosine x is near x²/2, whose mean over directions is 1/(2d); a signed
+# map's normaliser is held above this share of it per key
+GUARD_SHARE = 0.05
+# maps of x² whose number of features follows from the head's width
+OWN_SIZE = ("exact", "block_quadratic", "learned_quadratic")
 
-@dataclass
-class SlayConfig:
-    """Options of SLAY; the defaults in configs/attention/slay.yaml are the paper's Table 9."""
 
-    nodes: int
-    polynomial_features: int
-    exponential_features: int
-    epsilon: float
+@dataclass(kw_only=True)
+class SlayConfig(AttentionConfig):
+    """Options of SLAY; `slay.yaml` holds the paper's Table 9."""
+
+    # the map of x² and its number of features (P)
+    polynomial: str = one_of(*POLYNOMIALS)
+    polynomial_features: int = positive()
+    # `unbiased` multiplies anchor features so that x² has the factor 1
+    anchor_scale: str = one_of("paper", "unbiased")
+    # width of the blocks of learned_quadratic
+    block_width: int = positive()
+    # `tensor`: x² features ⊗ exponentials; `hadamard`: elementwise; `sketch`: ⊗ sketched to
+    # `sketch_features` a node (signed); `laplace_only`: exponentials; `polynomial_only`: x²/C
+    fusion: str = one_of("tensor", "hadamard", "sketch", "laplace_only", "polynomial_only")
+    sketch_features: int | None = positive(None)
+    # positive random features of a node (D), and how their directions are drawn
+    exponential_features: int = positive()
+    random_features: str = one_of("iid", "orthogonal")
+    # R nodes of the integral over s
+    quadrature: str = one_of(*QUADRATURES)
+    nodes: int = positive()
+    # ω, anchors and log weights become parameters
+    trainable: bool = False
+    # exact kernel for near pairs: `chunk`, same stretch of `local_size`; `window`, less apart
+    local: str = one_of("none", "chunk", "window")
+    local_size: int = positive()
+    # start of the learned factor on far pairs, one a head
+    far_scale: float = positive()
+    # signed maps: `guard` holds normalisers up and counts the rows, `paper` divides as it comes
+    denominator: str = one_of("guard", "paper")
+    epsilon: float = positive()
+    # the exact near kernel learns its ε, one a head
+    learnable_epsilon: bool = False
     # added to the normaliser
-    delta: float
+    delta: float = positive()
 
-    def __post_init__(self) -> None:
-        for name in ("nodes", "polynomial_features", "exponential_features"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"attention.{name}", getattr(self, name), "must be at least 1")
-        for name in ("epsilon", "delta"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"attention.{name}", getattr(self, name), "must be above 0")
+    def check(self) -> None:
+        """Raise ConfigError for combinations without a meaning."""
+        if self.fusion == "hadamard" and self.polynomial_features != self.exponential_features:
+            hint = f"fusion=hadamard needs exponential_features={self.exponential_features} as well"
+            raise ConfigError("attention.polynomial_features", self.polynomial_features, hint)
+        if self.fusion == "hadamard" and self.polynomial in OWN_SIZE:
+            hint = "cannot have the exponentials' size; choose from " + ", ".join(
+                name for name in POLYNOMIALS if name not in OWN_SIZE
+            )
+            raise ConfigError("attention.polynomial", self.polynomial, hint)
+        if (self.fusion == "sketch") != (self.sketch_features is not None):
+            hint = "is the size of fusion=sketch, and of no other"
+            raise ConfigError("attention.sketch_features", self.sketch_features, hint)
+        if self.learnable_epsilon and self.local == "none":
+            hint = "only the exact kernel of near pairs has an ε to learn; set local"
+            raise ConfigError("attention.learnable_epsilon", True, hint)
+        if self.local != "none" and not self.is_positive():
+            hint = "needs features that are never negative beside the exact kernel"
+            raise ConfigError("attention.local", self.local, hint)
+
+    def is_positive(self) -> bool:
+        """Return whether no score can be negative."""
+        if self.fusion == "laplace_only":
+            return True
+        return self.fusion != "sketch" and POLYNOMIALS[self.polynomial].positive
 
 
 @register_attention("slay", SlayConfig)
 class SlayAttention(LinearAttention):
-    """SLAY with explicit tensor-product fusion."""
+    """A map of the spherical Yat kernel, alone or beside the exact kernel of near pairs."""
 
     config: SlayConfig
-    nodes_R: Tensor
-    weights_R: Tensor
-    omega_RHND: Tensor
-    anchors_PD: Tensor
+    polynomial: PolynomialMap | None
+    exponential: ExponentialFeatures | None
+    sketch_polynomial: Tensor
+    sketch_exponential: Tensor
 
     def __init__(self, config: SlayConfig, **sizes: Any) -> None:
         super().__init__(config, **sizes)
         self.delta = config.delta
-        self.feature_count = config.nodes * config.polynomial_features * config.exponential_features
-        self.score_width = config.polynomial_features + config.nodes * config.exponential_features
-        nodes, weights = gauss_laguerre(config.nodes, config.epsilon)
-        self.register_buffer("nodes_R", torch.tensor(nodes, dtype=torch.float32))
-        self.register_buffer("weights_R", torch.tensor(weights, dtype=torch.float32))
-        omega = draw_projections(
-            config.nodes, self.num_heads, config.exponential_features, self.head_dim, 2 * self.seed
+        self.positive = config.is_positive()
+        if not self.positive and config.denominator == "guard":
+            self.guard_floor = GUARD_SHARE / (2 * self.head_dim)
+        if config.local != "none":
+            self.local, self.local_size = config.local, config.local_size
+            scale = torch.full((self.num_heads, 1, 1), config.far_scale)
+            self.log_far_scale = nn.Parameter(scale.log())
+        if config.learnable_epsilon:
+            start = torch.full((self.num_heads, 1, 1), config.epsilon)
+            self.log_epsilon = nn.Parameter(start.log())
+        self._build_maps()
+
+    def _build_maps(self) -> None:
+        """Draw the maps that the fusion joins, and add up their sizes."""
+        config = self.config
+        self.polynomial = self.exponential = None
+        if config.fusion != "laplace_only":
+            self.polynomial = self._draw_polynomial()
+            self.feature_count = self.polynomial.feature_count
+            self.score_width = self.polynomial.score_width
+        if config.fusion == "polynomial_only":
+            return
+        self.exponential = self._draw_exponential()
+        count = config.nodes * config.exponential_features
+        if config.fusion == "tensor":
+            self.feature_count *= count
+            self.score_width += count
+            return
+        self.feature_count = self.score_width = count
+        if config.sketch_features is not None and self.polynomial is not None:
+            self.feature_count = self.score_width = config.nodes * config.sketch_features
+            draws, size = generator(3 * self.seed + 2), config.sketch_features
+            for name, width in (
+                ("sketch_polynomial", self.polynomial.feature_count),
+                ("sketch_exponential", config.exponential_features),
+            ):
+                self.register_buffer(name, count_sketches(width, size, draws)[0])
+
+    def _draw_polynomial(self) -> PolynomialMap:
+        config = self.config
+        options: dict[str, Any] = {"trainable": config.trainable}
+        if config.polynomial == "anchor":
+            options["anchor_scale"] = config.anchor_scale
+        if config.polynomial == "learned_quadratic":
+            options["block_width"] = config.block_width
+        return POLYNOMIALS[config.polynomial](
+            budget=config.polynomial_features,
+            heads=self.num_heads,
+            width=self.head_dim,
+            seed=3 * self.seed,
+            **options,
         )
-        self.register_buffer("omega_RHND", omega)
-        anchors = draw_anchors(config.polynomial_features, self.head_dim, 2 * self.seed + 1)
-        self.register_buffer("anchors_PD", anchors)
+
+    def _draw_exponential(self) -> ExponentialFeatures:
+        config = self.config
+        rule = QUADRATURES[config.quadrature]
+        nodes, weights = rule(config.nodes, config.epsilon)
+        return ExponentialFeatures(
+            torch.tensor(nodes),
+            torch.tensor(weights),
+            heads=self.num_heads,
+            features=config.exponential_features,
+            width=self.head_dim,
+            kind=config.random_features,
+            trainable=config.trainable,
+            seed=3 * self.seed + 1,
+        )
 
     def feature_tensors(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Return the projection [H, D, P + R·N] and the exponents' bias [R·N].
+        """Return the tensors of the two maps, of the sketch, and of the near scores, in order."""
+        parts = [*self.polynomial.tensors(dtype)] if self.polynomial else []
+        if self.exponential:
+            parts += self.exponential.tensors(dtype)
+        if self.config.fusion == "sketch":
+            parts += [self.sketch_polynomial.to(dtype), self.sketch_exponential.to(dtype)]
+        if self.local != "none":
+            parts.append(self.log_far_scale.to(dtype).exp())
+            parts.append(self._shrinkage(dtype))
+            if self.config.learnable_epsilon:
+                parts.append(self.log_epsilon.to(dtype).exp())
+        return tuple(parts)
 
-        One matrix product gives every feature's argument: the columns hold P^(−1/4) a_i and
-        √(2 s_r) ω_i; the bias is −s_r + ½ log(w_r / N).
-        """
-        nodes_R = self.nodes_R.to(dtype)
-        weights_R = self.weights_R.to(dtype)
-        count = self.config.exponential_features
-        scaled_RHND = self.omega_RHND.to(dtype) * (2 * nodes_R).sqrt()[:, None, None, None]
-        exponent_HFD = scaled_RHND.transpose(0, 1).flatten(1, 2)
-        anchor_PD = self.anchors_PD.to(dtype) * self.config.polynomial_features**-0.25
-        anchor_HPD = anchor_PD.expand(self.num_heads, -1, -1)
-        projection_HDF = torch.cat([anchor_HPD, exponent_HFD], dim=1).mT
-        bias_R = 0.5 * (weights_R.log() - math.log(count)) - nodes_R
-        return projection_HDF, bias_R.repeat_interleave(count)
+    def normaliser_offset(self, dtype: torch.dtype) -> Tensor | float:
+        """Return δ, shrunk as the scores are."""
+        return self.delta * self._shrinkage(dtype)
+
+    def _shrinkage(self, dtype: torch.dtype) -> Tensor:
+        """Return e^{−2 shift}, the factor that the exponents' shift puts on every score."""
+        if self.exponential is None:
+            return torch.ones(1, dtype=dtype)
+        return torch.exp(-2 * self.exponential.shift(dtype))
 
     def feature_map(
         self, x_BHTD: Tensor, *tensors: Tensor, is_query: bool, positions: Tensor
     ) -> Features:
-        """Return anchor features ⊗ √w_r-weighted positive random features of x/‖x‖."""
-        projection_HDF, bias_F = tensors
-        projected = (x_BHTD @ projection_HDF) * inverse_norm(x_BHTD)
-        anchor, exponent = projected.split(
-            [self.config.polynomial_features, bias_F.shape[0]], dim=-1
-        )
-        return Kronecker(anchor.square(), torch.exp(exponent + bias_F))
+        """Return the features of x/‖x‖ for the configured fusion; far pairs' scale on queries."""
+        u_BHTD = unit(x_BHTD)
+        rest = list(tensors)
+        polynomial = exponential = None
+        if self.polynomial:
+            count = self.polynomial.tensor_count
+            polynomial = self.polynomial.features(u_BHTD, *rest[:count])
+            rest = rest[count:]
+        if self.exponential:
+            exponential = self.exponential.features(u_BHTD, *rest[:2])
+            rest = rest[2:]
+        features = self._fuse(polynomial, exponential, rest)
+        if self.local != "none" and is_query:
+            (far_scale,) = rest[:1]
+            features = features.scaled(far_scale)
+        return features
+
+    def _fuse(
+        self, polynomial: Features | None, exponential: Dense | None, sketches: list[Tensor]
+    ) -> Features:
+        """Join the features of x² and of the exponentials."""
+        if exponential is None:
+            assert polynomial is not None
+            # one node at s = 0: x²/C
+            weight = torch.tensor(1 / (2 + self.config.epsilon), dtype=torch.float64)
+            return polynomial.scaled(weight)
+        if polynomial is None:
+            return exponential
+        if self.config.fusion == "tensor":
+            return Kronecker(polynomial, exponential)
+        per_node = exponential.phi_BHTM.unflatten(-1, (self.config.nodes, -1))
+        shared = polynomial.expand()[..., None, :]
+        if self.config.fusion == "hadamard":
+            # Σ_i p_i(q) p_i(k) e_i(q) e_i(k) over P = D indices: √P restores the mean of x² e^{2sx}
+            return Dense((shared * per_node * shared.shape[-1] ** 0.5).flatten(-2))
+        return Dense(sketch_product(shared @ sketches[0], per_node @ sketches[1]).flatten(-2))
+
+    def near_scores(self, q_BHTD: Tensor, k_BHSD: Tensor, *tensors: Tensor) -> Tensor:
+        """Return the exact spherical Yat kernel, on the scale of the features."""
+        epsilon: Tensor | float = self.config.epsilon
+        shrinkage = tensors[-1]
+        if self.config.learnable_epsilon:
+            shrinkage, epsilon = tensors[-2:]
+        return spherical_yat(unit(q_BHTD) @ unit(k_BHSD).mT, epsilon) * shrinkage
 
     def feature_flops(self) -> int:
-        """Return the FLOPs of one vector's features in one head."""
-        return 2 * self.head_dim * self.score_width + self.feature_count
+        """Return the FLOPs of one vector's features in one head, as far as they are formed."""
+        flops = 3 * self.head_dim
+        if self.polynomial:
+            flops += self.polynomial.flops()
+        if self.exponential:
+            flops += self.exponential.flops()
+        return flops + 2 * self.feature_count

@@ -10,19 +10,15 @@ from torch.nn.functional import elu
 
 from slayformer.attention.features import Dense, Features
 from slayformer.attention.linear import LinearAttention
-from slayformer.errors import ConfigError
+from slayformer.config import AttentionConfig, positive
 from slayformer.registry import register_attention
 
 
-@dataclass
-class LinearEluConfig:
+@dataclass(kw_only=True)
+class LinearEluConfig(AttentionConfig):
     """`delta` is added to the normaliser."""
 
-    delta: float
-
-    def __post_init__(self) -> None:
-        if not self.delta > 0:
-            raise ConfigError("attention.delta", self.delta, "must be above 0")
+    delta: float = positive()
 
 
 @register_attention("linear_elu", LinearEluConfig)

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from slayformer.attention.quadratic import KeyValueState, QuadraticAttention, gather_context
+from slayformer.config import AttentionConfig
 from slayformer.registry import register_attention
 
 
-@dataclass
-class SoftmaxConfig:
+class SoftmaxConfig(AttentionConfig):
     """Softmax has no options."""
 
 
 @register_attention("softmax", SoftmaxConfig)
 class SoftmaxAttention(QuadraticAttention):
     """softmax(q·k/√D) over the visible keys."""
+
+    normalization = "softmax"
 
     def forward(
         self,
@@ -43,10 +42,10 @@ class SoftmaxAttention(QuadraticAttention):
         )
         return y_BHTE, context.state
 
-    def kernel(self, q_BHTD: Tensor, k_BHSD: Tensor) -> Tensor:
-        """Return exp(q·k/√D), the kernel that softmax normalises."""
-        return torch.exp(q_BHTD @ k_BHSD.mT * self.head_dim**-0.5)
+    def scores(self, q_BHTD: Tensor, k_BHSD: Tensor) -> Tensor:
+        """Return q·k/√D."""
+        return q_BHTD @ k_BHSD.mT * self.head_dim**-0.5
 
-    def kernel_flops(self) -> int:
+    def score_flops(self) -> int:
         """Return the product, the scale and the exponential."""
         return 2 * self.head_dim + 2

@@ -13,24 +13,34 @@ from pathlib import Path
 
 import pytest
 import torch
+from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from torch import Tensor
 
 from slayformer.attention.base import Attention
 from slayformer.attention.linear import CHUNK, LinearAttention
 from slayformer.attention.quadratic import QuadraticAttention
-from slayformer.config import load_attention_config
+from slayformer.config import AttentionConfig, load_attention_config
 from slayformer.registry import build_attention, load_mechanisms
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "attention"
-NAMES = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 LENGTHS = [1, 2, 7, 8, 15, 17, 63, 64, 65, 127, 129, 257, 1000]
 HEADS, WIDTH = 2, 16
+NAMES = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
+
+
+def options(name: str) -> AttentionConfig:
+    """Return the options in configs/attention/`name`.yaml, its defaults list followed."""
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        return load_attention_config(OmegaConf.to_container(compose(name)))
+
+
+OPTIONS = {name: options(name) for name in NAMES}
 
 
 def build(name: str, *, exact_normaliser: bool = False, width: int = WIDTH) -> Attention:
     """Build mechanism `name` from its YAML; `exact_normaliser` takes δ out of the normaliser."""
-    config = load_attention_config(OmegaConf.to_container(OmegaConf.load(CONFIGS / f"{name}.yaml")))
+    config = OPTIONS[name]
     if exact_normaliser and hasattr(config, "delta"):
         config = dataclasses.replace(config, delta=1e-30)
     return build_attention(
@@ -49,20 +59,49 @@ def heads(batch: int, length: int, *, seed: int = 0, dtype=torch.float64, scale:
 
 
 def dense(attention: Attention, q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
-    """Return the dense fp64 form for a boolean [B, 1, T, T] or [T, T] `visible`."""
-    if isinstance(attention, LinearAttention):
-        tensors = attention.feature_tensors(torch.float64)
-        positions = torch.arange(q.shape[2]).expand(q.shape[0], -1)
-        phi_q, phi_k = (
-            attention.feature_map(x, *tensors, is_query=is_query, positions=positions).expand()
-            for x, is_query in ((q, True), (k, False))
-        )
-        kernel, delta = phi_q @ phi_k.mT, attention.delta
-    else:
-        assert isinstance(attention, QuadraticAttention)
-        kernel, delta = attention.kernel(q, k), 0.0
+    """Return the dense fp64 form for a boolean [T, T] `visible`."""
+    positions = torch.arange(q.shape[2]).expand(q.shape[0], -1)
+    if isinstance(attention, QuadraticAttention):
+        scores = attention.scores(q, k)
+        added = attention.position_scores(positions[:, :, None], positions[:, None])
+        scores = scores if added is None else scores + added
+        if attention.normalization == "softmax":
+            return scores.masked_fill(~visible, -torch.inf).softmax(-1) @ v
+        kernel = torch.where(visible, scores, 0.0)
+        return kernel @ v / kernel.sum(-1, keepdim=True)
+    assert isinstance(attention, LinearAttention)
+    tensors = attention.feature_tensors(torch.float64)
+    phi_q, phi_k = (
+        attention.feature_map(x, *tensors, is_query=is_query, positions=positions).expand()
+        for x, is_query in ((q, True), (k, False))
+    )
+    kernel = phi_q @ phi_k.mT
+    if attention.local != "none":
+        near = attention.is_near(positions[:, :, None], positions[:, None])[:, None]
+        kernel = torch.where(near, attention.near_scores(q, k, *tensors), kernel)
     kernel = torch.where(visible, kernel, 0.0)
-    return kernel @ v / (kernel.sum(-1, keepdim=True) + delta)
+    normaliser = kernel.sum(-1, keepdim=True) + attention.normaliser_offset(torch.float64)
+    floor = attention.guard_floor * torch.arange(1, q.shape[2] + 1, dtype=torch.float64)
+    if attention.guard_floor:
+        normaliser = torch.maximum(normaliser, floor[:, None])
+    return kernel @ v / normaliser
+
+
+def slack(attention: Attention) -> float:
+    """Return how much less exact a mechanism may be.
+
+    Normalisers of signed maps are small differences of large sums; so is x² from its d(d+1)/2
+    features, while scores square x itself.
+    """
+    if attention.config.name == "slay_exact_poly":
+        return 10.0
+    return 1.0 if attention.positive else 1e3
+
+
+def assert_close(attention: Attention, ours: Tensor, reference: Tensor, tolerance: float = 1e-5):
+    """Assert equality up to rounding."""
+    tolerance *= slack(attention)
+    torch.testing.assert_close(ours, reference, rtol=tolerance, atol=tolerance)
 
 
 def relative_rms(x: Tensor, reference: Tensor) -> float:
@@ -70,8 +109,12 @@ def relative_rms(x: Tensor, reference: Tensor) -> float:
     return float((x.double() - reference).norm() / reference.norm())
 
 
-def test_every_mechanism_has_one_yaml_of_its_name():
-    assert sorted(load_mechanisms()) == NAMES
+def test_every_mechanism_has_a_yaml_of_its_name_and_every_yaml_a_mechanism():
+    assert {config.mechanism or config.name for config in OPTIONS.values()} == set(
+        load_mechanisms()
+    )
+    assert all(config.name == name for name, config in OPTIONS.items())
+    assert set(load_mechanisms()) <= set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -95,15 +138,15 @@ class TestContract:
                 assert y.dtype == dtype
             gradients = torch.autograd.grad((y * weight.to(dtype)).sum(), (q, k, v))
             results[kind] = [y.detach(), *gradients]
-        for kind, tolerance in (("fp64", 1e-12), ("fp32", 1e-5)):
+        for kind, tolerance in (("fp64", 1e-11), ("fp32", 1e-5)):
+            tolerance *= slack(attention)
+            scale = results["dense"][3].norm()
             for what, ours, reference in zip(
                 ("y", "dq", "dk", "dv"), results[kind], results["dense"], strict=True
             ):
-                # a lone key takes all the weight, so dq and dk are zero up to δ and rounding
-                if length == 1 and what in ("dq", "dk"):
-                    assert (ours - reference).abs().max() < 1e-5, (kind, what)
-                else:
-                    assert relative_rms(ours, reference) < tolerance, (kind, what)
+                # dq and dk nearly vanish for one or two keys: then on the scale of dv
+                size = torch.maximum(reference.norm(), (0.1 if length <= 2 else 0.01) * scale)
+                assert (ours - reference).norm() < tolerance * size, (kind, what)
 
     @pytest.mark.parametrize("length", [1, 5])
     def test_gradcheck(self, name, length):
@@ -146,7 +189,16 @@ class TestContract:
         attention = build(name, exact_normaliser=True)
         q, k, v = heads(1, length, dtype=torch.float32)
         y, _ = attention(q, k, torch.ones_like(v))
-        torch.testing.assert_close(y, torch.ones_like(y), rtol=0, atol=1e-5)
+        full = torch.isclose(y, torch.ones_like(y), rtol=0, atol=1e-5)
+        if not attention.positive:
+            # rows that the guard holds up give less, and are counted
+            rows = full.all(dim=-1)
+            assert bool((y[~rows] < 1).all())
+            full = full | ~rows[..., None]
+            assert attention.guarded_share == pytest.approx(
+                1 - rows.float().mean().item(), abs=1e-6
+            )
+        assert bool(full.all())
 
     @pytest.mark.parametrize("length", LENGTHS)
     def test_segments_equal_the_whole(self, name, length):
@@ -164,7 +216,7 @@ class TestContract:
                     continue
                 y, state = attention(q[:, :, span], k[:, :, span], v[:, :, span], state=state)
                 parts.append(y)
-            torch.testing.assert_close(torch.cat(parts, 2), whole, rtol=1e-5, atol=1e-5)
+            assert_close(attention, torch.cat(parts, 2), whole)
 
     def test_a_linear_state_has_constant_size(self, name):
         attention = build(name)
@@ -203,7 +255,7 @@ class TestContract:
         tolerance = 2e-2 if name == "softmax" else 1e-6
         assert relative_rms(y.detach(), plain.detach().double()) < tolerance
         for ours, wanted in zip(gradients, reference, strict=True):
-            assert relative_rms(ours, wanted.double()) < tolerance
+            assert (ours - wanted).norm() <= tolerance * wanted.norm()
 
     def test_zero_vectors(self, name):
         attention = build(name)
@@ -224,7 +276,7 @@ class TestContract:
             mask = torch.arange(length).expand(batch, -1) >= padding
             y, _ = attention(q, k, v, causal=causal, mask=mask)
             alone, _ = attention(*(x[:, :, padding:] for x in (q, k, v)), causal=causal)
-            torch.testing.assert_close(y[:, :, padding:], alone, rtol=1e-5, atol=1e-5)
+            assert_close(attention, y[:, :, padding:], alone)
             assert bool(y.isfinite().all())
 
     @pytest.mark.parametrize("padding", [0, 3, 7])
@@ -241,9 +293,7 @@ class TestContract:
         together = torch.cat(parts, dim=2)
         for row, start in enumerate((padding, 0, 2)):
             alone, _ = attention(*(x[row : row + 1, :, start:] for x in (q, k, v)))
-            torch.testing.assert_close(
-                together[row : row + 1, :, start:], alone, rtol=1e-5, atol=1e-5
-            )
+            assert_close(attention, together[row : row + 1, :, start:], alone)
 
     @pytest.mark.parametrize("causal", [True, False])
     def test_packed_documents_equal_each_alone(self, name, causal):
@@ -259,10 +309,10 @@ class TestContract:
         for start, stop in pairwise(bounds):
             part = [x[:, :, start:stop].detach().requires_grad_() for x in (q, k, v)]
             alone, _ = attention(*part, causal=causal)
-            torch.testing.assert_close(y[:, :, start:stop], alone, rtol=1e-5, atol=1e-5)
+            assert_close(attention, y[:, :, start:stop], alone)
             wanted = torch.autograd.grad((alone * weight[:, :, start:stop]).sum(), part)
             for ours, reference in zip(gradients, wanted, strict=True):
-                torch.testing.assert_close(ours[:, :, start:stop], reference, rtol=1e-4, atol=1e-4)
+                assert_close(attention, ours[:, :, start:stop], reference, 1e-4)
 
     def test_packed_documents_across_a_state(self, name):
         attention = build(name)
@@ -276,16 +326,16 @@ class TestContract:
                     *(x[:, :, span] for x in (q, k, v)), document_ids=ids[:, span], state=state
                 )
                 parts.append(y)
-            torch.testing.assert_close(torch.cat(parts, 2), whole, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(torch.cat(parts, 2), whole)
 
     def test_state_dict_carries_everything_random(self, name):
         attention = build(name)
-        entry = load_mechanisms()[name]
-        other = entry.attention(
+        other = build_attention(
             attention.config, num_heads=HEADS, head_dim=WIDTH, max_sequence_length=8192, seed=99
         )
         q, k, v = heads(1, 70, dtype=torch.float32)
-        if any(x.is_floating_point() for x in attention.state_dict().values()):
+        weights, others = attention.state_dict(), other.state_dict()
+        if any(not torch.equal(weights[key], others[key]) for key in weights):
             assert not torch.equal(other(q, k, v)[0], attention(q, k, v)[0])
         other.load_state_dict(attention.state_dict())
         assert torch.equal(other(q, k, v)[0], attention(q, k, v)[0])
@@ -324,4 +374,4 @@ class TestContract:
             y, _ = module(q, k, v)
             results.append([y, *torch.autograd.grad((y * weight).sum(), (q, k, v))])
         for eager, other in zip(*results, strict=True):
-            torch.testing.assert_close(other, eager, rtol=1e-5, atol=1e-5)
+            assert_close(attention, other, eager)
