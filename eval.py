@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import hydra
-from omegaconf import DictConfig
+from pathlib import Path
 
-from slayformer.cli import entry_point
+from slayformer.cli import compose, entry_point
 
 
-@hydra.main(version_base="1.3", config_path="configs", config_name="eval")
-def evaluate(composed: DictConfig) -> None:
-    """Compose, check and run."""
+def main() -> None:
+    """Compose, check and score."""
+    # not in configs/, where `data` is a group and takes no path
+    composed = compose("eval", folder=Path(__file__).resolve().parent / "scripts")
     from slayformer.config import EvalConfig, load_config
+
+    config = load_config(composed, EvalConfig)
     from slayformer.evaluation.perplexity import run
 
-    run(load_config(composed, EvalConfig))
+    run(config)
 
 
 if __name__ == "__main__":
-    entry_point(evaluate)
+    entry_point(main)

@@ -5,20 +5,20 @@
 
 from __future__ import annotations
 
-import hydra
-from omegaconf import DictConfig
-
-from slayformer.cli import entry_point
+from slayformer.cli import compose, entry_point
 
 
-@hydra.main(version_base="1.3", config_path="configs", config_name="train")
-def train(composed: DictConfig) -> None:
-    """Compose, check and run."""
+def main() -> None:
+    """Compose, check and train."""
+    composed = compose("train")
     from slayformer.config import load_config
+
+    config = load_config(composed)
+    # torch and DeepSpeed, only once there is something to run
     from slayformer.training.loop import run
 
-    run(load_config(composed))
+    run(config)
 
 
 if __name__ == "__main__":
-    entry_point(train)
+    entry_point(main)

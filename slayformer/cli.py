@@ -1,20 +1,90 @@
-"""The command line: launcher arguments, and one line instead of a traceback for a user's mistake."""
+"""The command line: compose the configuration; one line, not a traceback, for a user's mistake."""
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import sys
+import time
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from slayformer.errors import UserError, nearest
 
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
 EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130
+OTHER_RANKS_WAIT_S = 5
+CONFIGURATIONS = Path(__file__).resolve().parent.parent / "configs"
+
+
+def entry_point(main: Callable[[], Any]) -> None:
+    """Run `main`; a user's mistake ends it with one line on stderr and exit code 2.
+
+    HYDRA_FULL_ERROR=1 in the environment shows the traceback instead. Under a launcher rank 0
+    speaks first: what every rank finds is told once, what another rank alone finds a little later.
+    """
+    try:
+        main()
+    except UserError as error:
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        rank = os.environ.get("RANK", "0")
+        if rank != "0":
+            # once rank 0 has told it and ended, the launcher ends this process here
+            time.sleep(OTHER_RANKS_WAIT_S)
+        where = [] if rank == "0" else [f"rank {rank}:"]
+        print("error:", *where, *str(error).split(), file=sys.stderr, flush=True)
+        sys.exit(EXIT_USER_ERROR)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr, flush=True)
+        sys.exit(EXIT_INTERRUPTED)
+
+
+def compose(
+    config_name: str, arguments: list[str] | None = None, folder: Path = CONFIGURATIONS
+) -> DictConfig:
+    """Return `folder`/`config_name`.yaml with the overrides in `arguments`.
+
+    None takes the arguments of the command line.
+    Hydra's flags that only show something (`--help`, `--cfg job`) print it and exit with 0.
+    Raises UserError for a flag, override, group option or key that does not exist.
+    """
+    import hydra
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    arguments = strip_launcher_arguments(sys.argv[1:] if arguments is None else arguments)
+    _check_flags(arguments)
+    composed: list[DictConfig] = []
+
+    @hydra.main(version_base="1.3", config_path=str(folder), config_name=config_name)
+    def capture(configuration: DictConfig) -> None:
+        composed.append(configuration)
+
+    previous = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    # Hydra reads its arguments here, and prints errors in its own way unless told to raise them
+    sys.argv, os.environ["HYDRA_FULL_ERROR"] = [sys.argv[0], *arguments], "1"
+    try:
+        capture()
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        raise UserError(_composition_message(error, arguments)) from error
+    finally:
+        sys.argv = previous[0]
+        del os.environ["HYDRA_FULL_ERROR"]
+        if previous[1] is not None:
+            os.environ["HYDRA_FULL_ERROR"] = previous[1]
+    if not composed:
+        sys.exit(0)
+    return composed[0]
 
 
 def strip_launcher_arguments(arguments: list[str]) -> list[str]:
-    """Drop `--local_rank=N` and `--local-rank N`, which launchers append and Hydra rejects."""
+    """Drop `--local_rank=N` and `--local-rank N`, which launchers add and Hydra rejects."""
     kept, skip = [], False
     for argument in arguments:
         if skip:
@@ -26,68 +96,80 @@ def strip_launcher_arguments(arguments: list[str]) -> list[str]:
     return kept
 
 
-def entry_point(main: Callable[[], Any]) -> None:
-    """Run a Hydra `main`; a user's mistake ends it with one line on stderr and exit code 2.
+def _check_flags(arguments: list[str]) -> None:
+    """Raise UserError for a flag that Hydra does not know or that has no meaning here."""
+    from hydra._internal.utils import get_args_parser
 
-    HYDRA_FULL_ERROR=1 in the environment shows the traceback instead. Under a launcher only
-    rank 0 prints.
-    """
-    sys.argv[1:] = strip_launcher_arguments(sys.argv[1:])
-    show_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
-    # Hydra would print its own errors and exit with 1; this hands them to us
-    os.environ["HYDRA_FULL_ERROR"] = "1"
-    try:
-        main()
-    except Exception as error:
-        message = user_message(error)
-        if message is None or show_traceback:
-            raise
-        if os.environ.get("RANK", "0") == "0":
-            print(f"error: {message}", file=sys.stderr, flush=True)
-        sys.exit(EXIT_USER_ERROR)
+    def refuse(message: str) -> NoReturn:
+        raise UserError(f"{message}; options are written key=value, --help lists them")
+
+    parser = get_args_parser()
+    parser.error = refuse  # type: ignore[method-assign]
+    flags = parser.parse_args(arguments)
+    if flags.multirun:
+        raise UserError("--multirun: a command is one run; scripts/compare.py makes several")
+    if flags.experimental_rerun:
+        raise UserError("--experimental-rerun: not supported")
+    if flags.config_path:
+        raise UserError("--config-path: not supported; --config-dir=FOLDER adds a folder")
 
 
-def user_message(error: BaseException) -> str | None:
-    """Return the one line to show for `error`, or None if it is not a user's mistake."""
-    if isinstance(error, UserError):
-        return " ".join(str(error).split())
-    from hydra.errors import HydraException, MissingConfigException
-    from omegaconf.errors import OmegaConfBaseException
+def _composition_message(error: Exception, arguments: list[str]) -> str:
+    """Return what to tell about an error that Hydra raised while it composed `arguments`."""
+    from hydra.errors import MissingConfigException, OverrideParseException
+    from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 
+    text = " ".join(str(error).split())
+    cause = error.__cause__
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, name = error.missing_cfg_file.rpartition("/")
-        if not group or not error.options:
-            return f"no configuration named {error.missing_cfg_file}"
-        return f"{group}={name}: {nearest(name, error.options)}"
-    if isinstance(error, HydraException | OmegaConfBaseException):
-        text = " ".join(str(error).split())
-        unknown = re.search(r"Could not override '([^']+)'.*?(?:Key '([^']+)' is not in struct)", text)
-        if unknown:
-            return f"{unknown.group(1)}: unknown key; {_known_keys_hint(unknown.group(1))}"
-        return text
-    return None
+        if group and error.options:
+            return f"{group}={name}: {nearest(name, error.options)}"
+        return f"no configuration named {error.missing_cfg_file}"
+    if isinstance(error, OverrideParseException):
+        reason = str(error).splitlines()[-2 if "=" in error.override else 0]
+        return f"{error.override}: not understood, options are written key=value ({reason})"
+    sweep = re.match(r"(?:Ambiguous value for argument|Sweep parameters) '(.*)' ?(?:1\.|req)", text)
+    if sweep:
+        key = sweep[1].partition("=")[0]
+        return f"{sweep[1]}: one value wanted; text with commas is quoted: \"{key}='one, two'\""
+    without_default = re.match(r"Could not override .* No match in .* use \+(.*)", text)
+    if without_default:
+        return f"{without_default[1]}: nothing to replace; write +{without_default[1]}"
+    there = re.match(r"Could not append .* Either remove \+ prefix: '(.*)' Or add a second", text)
+    if there:
+        return f"+{there[1]}: already there; write {there[1]}"
+    if isinstance(cause, ConfigAttributeError | ConfigKeyError) and cause.full_key:
+        path = re.sub(r"^Could not override '(.*?)'.*", r"\1", text)
+        return f"{path}: unknown key; {_unknown_key_hint(path, cause.parent_node._get_root())}"
+    if isinstance(error, ValueError):
+        return f"{text} (in: {' '.join(arguments)})"
+    return text
 
 
-def _known_keys_hint(path: str) -> str:
-    """Return the hint for an unknown dotted `path`: the nearest of all keys in configs/train.yaml."""
-    from hydra import compose
-    from hydra.core.global_hydra import GlobalHydra
-    from omegaconf import DictConfig, OmegaConf
+def _dotted(values: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """Return every value of nested dictionaries by its dotted key, inner dictionaries too."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found[f"{prefix}{key}"] = value
+        if isinstance(value, dict):
+            found |= _dotted(value, f"{prefix}{key}.")
+    return found
 
-    if not GlobalHydra.instance().is_initialized():
-        return "see --help for every key"
-    name = "eval" if os.path.basename(sys.argv[0]).startswith("eval") else "train"
-    known: list[str] = []
 
-    def collect(node: DictConfig, prefix: str) -> None:
-        for key in node:
-            known.append(f"{prefix}{key}")
-            child = OmegaConf.select(node, str(key), throw_on_missing=False)
-            if isinstance(child, DictConfig):
-                collect(child, f"{prefix}{key}.")
+def _unknown_key_hint(path: str, root: DictConfig) -> str:
+    """Return the hint for `path`, which the composed configuration `root` does not have."""
+    from omegaconf import OmegaConf
 
-    collect(compose(config_name=name), "")
-    import difflib
-
-    close = difflib.get_close_matches(path, known, n=3, cutoff=0.5)
-    return f"did you mean {' or '.join(close)}?" if close else "see --help for every key"
+    values = _dotted(OmegaConf.to_container(root, resolve=False))  # type: ignore[arg-type]
+    known = [key for key in values if path.startswith("hydra") or not key.startswith("hydra")]
+    parent, _, last = path.rpartition(".")
+    # the failed override has left an empty group where a null or a single value was
+    if values.get(parent) == {}:
+        return f'{parent} has no fields; if it is null give all: "{parent}={{{last}: ..., ...}}"'
+    close = [key for key in known if key.rpartition(".")[2] == last]
+    siblings = [key.removeprefix(f"{parent}.") for key in known if key.rpartition(".")[0] == parent]
+    if parent and siblings and not close:
+        return nearest(last, siblings)
+    close = close or difflib.get_close_matches(path, known)
+    return f"did you mean {' or '.join(close)}?" if close else "--help lists every key"

@@ -7,14 +7,15 @@ Defaults are written once, in `configs/`; here only optional fields have one.
 
 from __future__ import annotations
 
+import math
 import re
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from slayformer.errors import ConfigError, nearest
 
@@ -41,6 +42,21 @@ def fraction(default: Any = MISSING) -> Any:
 def one_of(*choices: Any, default: Any = MISSING) -> Any:
     """Declare a field that takes one of `choices`."""
     return field(default=default, metadata={"choices": choices})
+
+
+@dataclass(kw_only=True)
+class AttentionConfig:
+    """Options every mechanism has; each mechanism's options class adds its own.
+
+    `name` is that of the YAML file in configs/attention and the label in tables; a preset names
+    the `mechanism` it sets up, if that is called otherwise.
+    """
+
+    name: str
+    mechanism: str | None = None
+
+    def check(self) -> None:
+        """Raise ConfigError if the options cannot work together."""
 
 
 @dataclass
@@ -79,6 +95,8 @@ class SourceConfig:
     split: str = "train"
     text_field: str = "text"
     streaming: bool = True
+    # regular expression: a document starts at each matching line or row (null: each file or row)
+    document_start: str | None = None
 
 
 @dataclass
@@ -189,8 +207,8 @@ class CheckpointConfig:
 class LoggingConfig:
     """What a run tells: metrics.jsonl always; wandb `disabled`, `offline` or `online`."""
 
-    every_updates: int = positive()
     sample_prompt: str
+    every_updates: int = positive()
     sample_tokens: int = not_negative()
     wandb: str = one_of("disabled", "offline", "online", default="disabled")
     wandb_project: str = "slayformer"
@@ -258,8 +276,11 @@ def load_config(composed: DictConfig, schema: type[Any] = TrainConfig) -> Any:
 
     Raises ConfigError for an unknown key, a wrong type or an impossible value.
     """
-    plain = OmegaConf.to_container(composed, resolve=True)
-    assert isinstance(plain, dict)
+    try:
+        plain: Any = OmegaConf.to_container(composed, resolve=True)
+    except OmegaConfBaseException as error:
+        value = str(error.msg).splitlines()[0]
+        raise ConfigError(str(error.full_key), "${...}", value) from error
     attention = plain.get("attention")
     if schema is TrainConfig:
         # the schema has no attention of its own: each mechanism brings its options
@@ -277,24 +298,22 @@ def load_attention_config(options: Any) -> Any:
 
     if not isinstance(options, dict) or "name" not in options:
         raise ConfigError("attention", options, "needs a mechanism, for example attention=slay")
-    options = dict(options)
-    entry = attention_entry(options.pop("name"))
-    return _typed(entry.config, options, prefix="attention.")
+    entry = attention_entry(options.get("mechanism") or options["name"])
+    config = _typed(entry.config, options, prefix="attention.")
+    _check_fields(config, prefix="attention.")
+    config.check()
+    return config
 
 
-def attention_name(config: Any) -> str:
-    """Return the registered name of the mechanism whose options `config` is."""
-    from slayformer.registry import load_mechanisms
-
-    return next(name for name, entry in load_mechanisms().items() if entry.config is type(config))
+def attention_name(config: AttentionConfig) -> str:
+    """Return the name that tables show for the mechanism with these options."""
+    return config.name
 
 
 def to_plain(config: Any) -> dict[str, Any]:
     """Return a configuration as plain dictionaries, such as `load_config` takes again."""
     plain = OmegaConf.to_container(OmegaConf.structured(config), resolve=True)
     assert isinstance(plain, dict)
-    if isinstance(config, TrainConfig):
-        plain["attention"] = {"name": attention_name(config.attention), **plain["attention"]}
     return plain  # type: ignore[return-value]
 
 
@@ -305,10 +324,40 @@ def _typed(schema: type[Any], values: dict[str, Any], prefix: str) -> Any:
         merged = OmegaConf.merge(OmegaConf.structured(schema), values)
         return OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
-        path = re.sub(r"\[(\w+)\]", r".\1", str(getattr(error, "full_key", "") or "?"))
-        reason = str(getattr(error, "msg", None) or error).splitlines()[0]
+        path = re.sub(r"\[(\w+)\]", r".\1", str(error.full_key or "?"))
+        if isinstance(error, MissingMandatoryValue):
+            hint = f"must be given: {prefix}{path}={_kind(schema, path)[1]}"
+            raise ConfigError(prefix + path, "???", hint) from error
         value = OmegaConf.select(OmegaConf.create(values), path, throw_on_missing=False)
-        raise ConfigError(prefix + path, value, reason[0].lower() + reason[1:]) from error
+        hint = f"must be {_kind(schema, path)[0]}"
+        if isinstance(value, float) and value.is_integer() and "whole" in hint:
+            hint += f": {int(value)}"
+        raise ConfigError(prefix + path, value, hint) from error
+
+
+_KINDS = {
+    int: ("a whole number", "NUMBER"),
+    float: ("a number", "NUMBER"),
+    bool: ("true or false", "true"),
+    str: ("text", "TEXT"),
+}
+
+
+def _kind(schema: Any, path: str) -> tuple[str, str]:
+    """Return in words what the field `path` of dataclass `schema` takes, and how to write it."""
+    hint = schema
+    for name in path.split("."):
+        inside = next((t for t in (hint, *typing.get_args(hint)) if is_dataclass(t)), None)
+        hint = typing.get_type_hints(inside)[name] if inside else typing.get_args(hint)[0]
+    choices = [t for t in typing.get_args(hint) or (hint,) if t is not type(None)]
+    or_null = " or null" if len(choices) < len(typing.get_args(hint)) else ""
+    if typing.get_origin(hint) is list:
+        return f"a list of {_KINDS[choices[0]][0].removeprefix('a ')}s, [A,B]", "[A,B]"
+    if is_dataclass(choices[0]):
+        written = "{" + ", ".join(f"{item.name}: ..." for item in fields(choices[0])) + "}"
+        return f"the fields {written}{or_null}", f"'{written}'"
+    words, placeholder = _KINDS.get(choices[0], (str(choices[0]), "VALUE"))
+    return words + or_null, placeholder
 
 
 def _refuse_unknown_keys(schema: Any, values: dict[str, Any], prefix: str) -> None:
@@ -339,6 +388,8 @@ def _check_fields(config: Any, prefix: str) -> None:
         if is_dataclass(value):
             _check_fields(value, f"{path}.")
         elif value is not None:
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ConfigError(path, value, "must be a finite number")
             choices = item.metadata.get("choices")
             if choices is not None and value not in choices:
                 raise ConfigError(path, value, nearest(str(value), map(str, choices)))
@@ -346,11 +397,29 @@ def _check_fields(config: Any, prefix: str) -> None:
                 raise ConfigError(path, value, item.metadata["wanted"])
 
 
-def _exactly_one(config: Any, group: str, names: tuple[str, ...]) -> None:
-    chosen = [name for name in names if getattr(config, name) is not None]
-    if len(chosen) != 1:
-        what = " and ".join(chosen) or "none"
-        raise ConfigError(group, what, "set exactly one of " + ", ".join(names))
+# the option of group budget that sets each amount
+BUDGET_OPTIONS = {
+    "tokens": "tokens",
+    "updates": "updates",
+    "samples": "samples",
+    "tokens_per_parameter": "chinchilla",
+}
+
+
+def _exactly_one(config: Any, group: str, options: Mapping[str, str | None]) -> None:
+    """Check that one of the fields `options` is set; its value is the group's option that does."""
+    chosen = [name for name in options if getattr(config, name) is not None]
+    if len(chosen) == 1:
+        return
+    # two are set because one was asked for and the default is the other: tell how to write each
+    ways = []
+    for name in chosen or options:
+        option, value = options[name], getattr(config, name) or "NUMBER"
+        others = [f"{group}.{other}=null" for other in chosen if other != name]
+        lead = [f"{group}={option}"] if option else others
+        ways.append(" ".join([*lead, f"{group}.{name}={value}"]))
+    given = " and ".join(chosen) or "nothing"
+    raise ConfigError(group, given, f"set exactly one: use {', or '.join(ways)}")
 
 
 def _validate_train(config: TrainConfig) -> None:
@@ -371,10 +440,12 @@ def _validate_train(config: TrainConfig) -> None:
     for name in ("source", "validation_source"):
         source = getattr(config.data, name)
         if source is not None and source.kind != "sotu" and not source.path:
-            hint = f"a {source.kind} source needs a path (a file, a folder or a dataset)"
+            what = "FOLDER_OR_FILE" if source.kind == "text" else "DATASET_OR_FOLDER"
+            hint = f"a {source.kind} source needs data.{name}.path={what}"
             raise ConfigError(f"data.{name}.path", source.path, hint)
-    _exactly_one(config.budget, "budget", ("tokens_per_parameter", "tokens", "updates", "samples"))
-    _exactly_one(config.batch, "batch", ("samples_per_update", "samples_per_device"))
+    _exactly_one(config.budget, "budget", BUDGET_OPTIONS)
+    batch_fields = ("samples_per_update", "samples_per_device")
+    _exactly_one(config.batch, "batch", dict.fromkeys(batch_fields))
     ramp = config.batch.ramp
     size = config.batch.samples_per_update or config.batch.samples_per_device
     if ramp is not None and size is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Iterable
 
 
@@ -17,7 +18,10 @@ class ConfigError(UserError):
     """
 
     def __init__(self, field: str, value: object, hint: str) -> None:
-        super().__init__(f"{field}={value}: {hint}")
+        # null, true and false as a user writes them
+        constant = value is None or isinstance(value, bool)
+        written = json.dumps(value) if constant else value
+        super().__init__(f"{field}={written}: {hint}")
         self.field, self.value, self.hint = field, value, hint
 
 
@@ -30,8 +34,12 @@ class CheckpointError(UserError):
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:
-    """Return a hint that lists `choices`, led by the one closest to `name` if one is close."""
+    """Return a hint that lists `choices`, led by the one closest to `name` if one is close.
+
+    Initials are close: `lr` is `learning_rate`.
+    """
     choices = sorted(choices)
-    close = difflib.get_close_matches(name, choices, n=1)
+    close = [choice for choice in choices if "".join(w[:1] for w in choice.split("_")) == name]
+    close = close or difflib.get_close_matches(name, choices, n=1)
     listed = "choose from " + ", ".join(choices)
     return f"did you mean {close[0]}? ({listed})" if close else listed

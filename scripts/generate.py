@@ -1,0 +1,95 @@
+"""Continue a text with a trained model.
+
+  python scripts/generate.py checkpoint=runs/NAME prompt="My fellow citizens"
+
+  checkpoint=PATH    a run directory (its latest checkpoint) or one checkpoint folder
+  prompt=TEXT        what to continue (default: the beginning of a document)
+  tokens=100         most new tokens; fewer if the text ends or the context is full
+  temperature=0.8    0 takes the likeliest token every time
+  top_k=50           draw from this many likeliest tokens (0: from all)
+  seed=0             the same seed draws the same text
+
+The text streams to standard output, the speed goes to standard error.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from slayformer.cli import entry_point
+from slayformer.errors import ConfigError, UserError, nearest
+
+DEFAULTS: dict[str, str | int | float] = {
+    "checkpoint": "", "prompt": "", "tokens": 100, "temperature": 0.8, "top_k": 50, "seed": 0
+}  # fmt: skip
+
+
+def parse(arguments: list[str]) -> dict[str, Any]:
+    """Return the options by name; raises ConfigError for an unknown key or a wrong type."""
+    options: dict[str, Any] = dict(DEFAULTS)
+    # not Hydra's grammar: a prompt is any text, with commas, quotes and braces
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if not equals:
+            raise UserError(f"{argument}: options are written key=value, --help lists them")
+        if key not in options:
+            raise ConfigError(key, value, f"unknown key; {nearest(key, options)}")
+        kind = type(DEFAULTS[key])
+        try:
+            options[key] = kind(value)
+        except ValueError:
+            what = "a whole number" if kind is int else "a number"
+            raise ConfigError(key, value, f"must be {what}") from None
+    if not options["checkpoint"]:
+        raise ConfigError("checkpoint", None, "needs a run directory or a checkpoint folder")
+    return options
+
+
+def main() -> None:
+    """Load the model, stream the continuation, and tell the speed."""
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(__doc__)
+        return
+    options = parse(sys.argv[1:])
+    import torch
+
+    from slayformer.model.generation import generate, stream_text
+    from slayformer.training.checkpoint import find_checkpoint, load_model
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    loaded = load_model(find_checkpoint(Path(options["checkpoint"])), device)
+    tokenizer = loaded.tokenizer
+    # documents follow an end-of-text, so that is what their beginning looks like to the model
+    ids = tokenizer.encode(options["prompt"]) or [tokenizer.end_of_text]
+    new_ids = generate(
+        loaded.model,
+        ids,
+        max_new_tokens=options["tokens"],
+        temperature=options["temperature"],
+        top_k=options["top_k"] or None,
+        seed=options["seed"],
+        stop_token=tokenizer.end_of_text,
+    )
+    count = 0
+
+    def counted():
+        nonlocal count
+        for token in new_ids:
+            count += 1
+            yield token
+
+    print(options["prompt"], end="", flush=True)
+    start = time.perf_counter()
+    for piece in stream_text(tokenizer, counted()):
+        print(piece, end="", flush=True)
+    seconds = time.perf_counter() - start
+    print(flush=True)
+    speed = f"{count} tokens in {seconds:.2f} s, {count / seconds:.0f} tokens/s on {device}"
+    print(speed, file=sys.stderr)
+
+
+if __name__ == "__main__":
+    entry_point(main)

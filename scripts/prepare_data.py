@@ -1,0 +1,30 @@
+"""Make the token shards that training will read: `python scripts/prepare_data.py data=sotu`.
+
+Takes every option of train.py; `data`, `tokenizer` and `+experiment` matter here.
+"""
+
+from __future__ import annotations
+
+from slayformer.cli import compose, entry_point
+
+
+def main() -> None:
+    """Compose, check, prepare and say what there is."""
+    composed = compose("train")
+    from rich.console import Console
+
+    from slayformer.config import load_config
+    from slayformer.data.prepare import prepare
+
+    config = load_config(composed)
+    prepared = prepare(config.data, config.tokenizer)
+    console = Console(soft_wrap=True, highlight=False)
+    tokenizer = prepared.tokenizer
+    console.print(f"tokenizer   {tokenizer.name}, {tokenizer.vocabulary_size:,} tokens")
+    for side, stream in (("training", prepared.train), ("validation", prepared.validation)):
+        console.print(f"{side:11} {stream.documents:,} documents, {len(stream):,} tokens")
+    console.print(f"folder      {prepared.directory}", markup=False)
+
+
+if __name__ == "__main__":
+    entry_point(main)

@@ -1,0 +1,1 @@
+"""From text to batches: tokenizer, corpus, shards, preparation and loader."""

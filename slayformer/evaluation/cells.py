@@ -1,0 +1,214 @@
+"""The runs of a comparison as processes: started, watched, and never twice in one folder."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from slayformer.cli import EXIT_INTERRUPTED
+from slayformer.config import TrainConfig
+from slayformer.evaluation.report import is_finished
+
+TRAIN = Path(__file__).resolve().parents[2] / "train.py"
+POLL_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run: `overrides` are what train.py is given, `config` and `updates` what they mean."""
+
+    folder: Path
+    mechanism: str
+    seed: int
+    overrides: list[str]
+    config: TrainConfig
+    updates: int
+
+    @property
+    def title(self) -> str:
+        """What a person reads: the mechanism and the seed."""
+        return f"{self.mechanism} seed {self.seed}"
+
+    @property
+    def log(self) -> Path:
+        """The file with the output of the run."""
+        return self.folder.with_name(f"{self.folder.name}.log")
+
+
+def train_cells(cells: Sequence[Cell], *, jobs: int, threads: int, console: Console) -> list[Cell]:
+    """Train the unfinished cells, `jobs` at a time; return those that did not finish."""
+    waiting = []
+    for cell in cells:
+        if is_finished(cell.folder):
+            console.print(f"{cell.title}: finished before, not run again")
+        else:
+            waiting.append(cell)
+    failed: list[Cell] = []
+    running: list[RunningCell] = []
+    progress = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        TextColumn("{task.fields[status]}"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        console=console,
+        # the pace of the last hour, not of the last few seconds
+        speed_estimate_period=3600,
+    )
+    count, done = len(waiting), 0
+    with _interruptible(running), progress:
+        overall = progress.add_task("all runs", total=count, status=f"0 of {count} runs")
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                running.append(RunningCell(waiting.pop(0), progress))
+            for one in list(running):
+                if not one.step(threads):
+                    continue
+                running.remove(one)
+                one.close()
+                done += 1
+                if not _tell_end(one, console):
+                    failed.append(one.cell)
+            status = f"{done} of {count} runs"
+            progress.update(
+                overall, completed=done + sum(one.fraction() for one in running), status=status
+            )
+            time.sleep(POLL_SECONDS if running else 0)
+    return failed
+
+
+class RunningCell:
+    """A cell under way: first waiting for its log, then a process of train.py."""
+
+    def __init__(self, cell: Cell, progress: Progress) -> None:
+        self.cell = cell
+        self.progress = progress
+        self.task: TaskID = progress.add_task(cell.title, total=cell.updates, status="starting")
+        self.process: subprocess.Popen[bytes] | None = None
+        # the log is the lock: train.py inherits it as its output, so should this process be killed
+        # the lock stays, and nobody trains into the same folder
+        self.log: IO[bytes] = cell.log.open("ab")
+
+    def step(self, threads: int) -> bool:
+        """Start or watch the process; return whether the cell has ended, finished or not."""
+        if self.process is None and self._take_lock():
+            if is_finished(self.cell.folder):
+                return True
+            self.process = self._start(threads)
+        if self.process is not None:
+            self._show()
+            return self.process.poll() is not None
+        return False
+
+    def close(self) -> None:
+        """Let go of the log and leave the progress display."""
+        self.log.close()
+        self.progress.remove_task(self.task)
+
+    def fraction(self) -> float:
+        """Return how much of the cell is done, 0 to 1."""
+        task = self.progress.tasks[self.progress.task_ids.index(self.task)]
+        return task.completed / self.cell.updates
+
+    def _take_lock(self) -> bool:
+        try:
+            fcntl.flock(self.log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.progress.update(self.task, status="waiting for the process that trains it already")
+            return False
+        return True
+
+    def _start(self, threads: int) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, str(TRAIN), *self.cell.overrides],
+            stdin=subprocess.DEVNULL,
+            stdout=self.log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+            # Ctrl-C reaches it from here only, so that it is told to stop once
+            start_new_session=True,
+        )
+
+    def _show(self) -> None:
+        try:
+            with (self.cell.folder / "metrics.jsonl").open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
+                lines = file.read().decode().splitlines()
+            # the first line of the piece may lack its beginning
+            records = [json.loads(line) for line in lines if line.startswith("{")]
+            train = [record for record in records if record["kind"] == "train"]
+        except (OSError, ValueError):
+            # not written yet, or half a line: the next look will do
+            return
+        if train:
+            update, loss = train[-1]["update"], train[-1]["loss"]
+            status = f"update {update}/{self.cell.updates}, training loss {loss:.3f} nats/token"
+            self.progress.update(self.task, completed=update, status=status)
+
+
+def _tell_end(ended: RunningCell, console: Console) -> bool:
+    """Print how a cell ended; return whether it finished."""
+    cell = ended.cell
+    if is_finished(cell.folder):
+        summary = json.loads((cell.folder / "summary.json").read_text(encoding="utf-8"))
+        loss, seconds = summary["validation_loss"], summary["seconds"]
+        console.print(f"{cell.title}: validation loss {loss:.4f} nats/token, {seconds:.0f} s")
+        return True
+    code = ended.process.returncode if ended.process else None
+    last = cell.log.read_text(encoding="utf-8", errors="replace").splitlines()[-10:]
+    told = f"{cell.title}: did not finish (exit code {code}); the end of {cell.log}:"
+    console.print(told, soft_wrap=True)
+    for line in last:
+        console.print(f"    {line}", markup=False, highlight=False, soft_wrap=True)
+    return False
+
+
+@contextmanager
+def _interruptible(running: list[RunningCell]) -> Iterator[None]:
+    """On Ctrl-C, SIGTERM, SIGHUP or an error let the running cells save and stop, then leave."""
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, interrupt) for number in signals}
+    try:
+        yield
+    except BaseException as error:
+        print("stopping: each run saves a checkpoint; call again to go on", file=sys.stderr)
+        processes = [one.process for one in running if one.process is not None]
+        try:
+            for process in processes:
+                process.terminate()
+            for process in processes:
+                process.wait()
+        except KeyboardInterrupt:
+            for process in processes:
+                process.kill()
+        if isinstance(error, KeyboardInterrupt):
+            sys.exit(EXIT_INTERRUPTED)
+        raise
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

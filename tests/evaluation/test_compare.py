@@ -1,0 +1,263 @@
+"""The comparison: what it asks of runs, what it refuses, and that none is lost or repeated."""
+
+from __future__ import annotations
+
+import csv
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+import pytest
+from omegaconf import OmegaConf
+from rich.progress import Progress
+
+from slayformer.config import CompareConfig, load_config
+from slayformer.errors import ConfigError, UserError
+from slayformer.evaluation.cells import RunningCell
+from slayformer.evaluation.compare import (
+    SETTINGS_FILE,
+    join_record,
+    plan_cells,
+    run,
+    split_arguments,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = [
+    *("model.layers=1", "model.heads=2", "model.width=8", "model.context_length=16"),
+    *("tokenizer=bytes", "data=text", "data.source.path=documents"),
+]
+
+
+def request(**changes: object) -> CompareConfig:
+    """Return a comparison of two mechanisms and two seeds, with `changes`."""
+    values = {"attention": ["softmax", "slay"], "seeds": [1, 2], **changes}
+    return load_config(OmegaConf.create(values), CompareConfig)
+
+
+def test_arguments_reach_the_comparison_or_every_run() -> None:
+    own, overrides = split_arguments(
+        [
+            *("attention=[softmax,slay]", "model.width=64", "seeds=[1]", "--cfg", "jobs=2"),
+            *("+experiment=gpt2_small_chinchilla", "attention.delta=1e-5", "threads=1"),
+        ]
+    )
+    assert own == ["attention=[softmax,slay]", "seeds=[1]", "--cfg", "jobs=2", "threads=1"]
+    assert overrides == [
+        *("model.width=64", "+experiment=gpt2_small_chinchilla", "attention.delta=1e-5"),
+    ]
+
+
+def test_cells_differ_in_mechanism_seed_and_folder_alone(tmp_path: Path) -> None:
+    # a name that Hydra's grammar would take apart
+    directory = tmp_path / "it's, a {test}=1"
+    cells = plan_cells(request(), SMALL, directory)
+    assert [(cell.mechanism, cell.seed) for cell in cells] == [
+        *(("softmax", 1), ("slay", 1), ("softmax", 2), ("slay", 2)),
+    ]
+    for cell in cells:
+        assert cell.config.run_directory == str(directory / f"{cell.mechanism}-seed{cell.seed}")
+        assert cell.config.seed == cell.seed
+        assert type(cell.config.attention).__name__.lower().startswith(cell.mechanism)
+        assert cell.config.model == cells[0].config.model
+        assert (cell.config.model.width, cell.config.data.source.path) == (8, "documents")
+
+
+@pytest.mark.parametrize(
+    ("changes", "overrides", "message"),
+    [
+        ({}, ["seed=3"], "seed=3: name the seeds"),
+        ({}, ["run_directory=x"], "run_directory=x: set directory="),
+        ({}, ["resume=auto"], "resume=auto: "),
+        ({}, ["+dry_run=true"], "dry_run=true: "),
+        ({"attention": []}, [], "attention=\\[\\]: name at least one"),
+        ({"seeds": [1, 2, 1]}, [], "seeds=\\[1, 2, 1\\]: .*each once"),
+        ({"seeds": [-1]}, [], "seed=-1: must be"),
+        ({}, ["model.width=7"], "model.heads=2"),
+        ({}, ["schedule.warmup_updates=99999"], "schedule.warmup_updates=99999"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_any_run(
+    tmp_path: Path, changes: dict, overrides: list[str], message: str
+) -> None:
+    directory = tmp_path / "comparison"
+    with pytest.raises(ConfigError, match=message):
+        run(request(directory=str(directory), **changes), [*SMALL, *overrides])
+    assert not directory.exists()
+
+
+def test_a_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="without a launcher"):
+        run(request(), SMALL)
+
+
+def test_a_folder_belongs_to_one_comparison(tmp_path: Path) -> None:
+    def claim(overrides: list[str], **changes: object) -> None:
+        cells = plan_cells(request(**changes), [*SMALL, *overrides], tmp_path)
+        (tmp_path / SETTINGS_FILE).write_text(json.dumps(join_record(tmp_path, cells)))
+
+    claim([])
+    claim([])
+    with pytest.raises(ConfigError, match=r"model\.width=16: .* was made with 8"):
+        claim(["model.width=16"])
+    # more mechanisms and seeds may join, and the earlier ones are not forgotten
+    claim([], attention=["linear_elu"], seeds=[3])
+    with pytest.raises(ConfigError, match=r"attention\.slay\.epsilon=0\.5: .* made with 0\.001"):
+        claim(["attention.epsilon=0.5"], attention=["slay"])
+    claim([], attention=["slay", "linear_elu"], seeds=[4])
+
+
+def test_a_folder_of_something_else_is_not_touched(tmp_path: Path) -> None:
+    (tmp_path / SETTINGS_FILE).write_text("{}")
+    with pytest.raises(UserError, match="not the settings of a comparison"):
+        run(request(directory=str(tmp_path)), SMALL)
+    assert [path.name for path in tmp_path.iterdir()] == [SETTINGS_FILE]
+    assert (tmp_path / SETTINGS_FILE).read_text() == "{}"
+
+
+def test_a_directory_that_is_a_file_is_refused(tmp_path: Path, text_folder: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    data = [f"data.source.path={text_folder}", f"data.cache_directory={tmp_path / 'cache'}"]
+    with pytest.raises(UserError, match="settings"):
+        run(request(directory=str(tmp_path / "file")), [*SMALL, *data])
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_run_of_another_process_is_waited_for(tmp_path: Path) -> None:
+    (cell,) = plan_cells(request(attention=["softmax"], seeds=[1]), SMALL, tmp_path)
+    cell.folder.mkdir()
+    with cell.log.open("ab") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        running = RunningCell(cell, Progress())
+        assert not running.step(threads=1)
+        (cell.folder / "summary.json").write_text('{"finished": true}')
+        assert not running.step(threads=1)
+    assert running.step(threads=1)
+    assert running.process is None
+    running.close()
+
+
+class Comparison:
+    """Two mechanisms and two seeds on a small text, by the command line, in `directory`."""
+
+    def __init__(self, directory: Path, text_folder: Path) -> None:
+        self.directory = directory
+        self.arguments = [
+            *("attention=[softmax,linear_elu]", "threads=1", f"directory={directory}"),
+            *("tokenizer=bytes", "data=text", f"data.source.path={text_folder}"),
+            f"data.cache_directory={directory.parent / 'cache'}",
+            "data.validation_fraction=0.3",
+            *("model.layers=1", "model.heads=2", "model.width=8", "model.context_length=16"),
+            *("budget=updates", "validation.tokens=800", "logging.sample_tokens=0"),
+        ]
+
+    def start(self, *arguments: str) -> subprocess.Popen[bytes]:
+        """Start the command; its output goes to a file beside the folder."""
+        command = [sys.executable, str(ROOT / "scripts" / "compare.py"), *self.arguments]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+        with self.directory.with_name("output.txt").open("ab") as output:
+            return subprocess.Popen(
+                [*command, *arguments],
+                cwd=self.directory.parent,
+                env=environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    def output(self) -> str:
+        """Return everything printed so far."""
+        return self.directory.with_name("output.txt").read_text()
+
+    def wait_for(self, process: subprocess.Popen[bytes], cell: str, file: str) -> None:
+        """Return as soon as `file` of a cell has content, while `process` runs."""
+        path = self.directory / cell / file
+        deadline = time.monotonic() + 120
+        while not (path.exists() and path.stat().st_size):
+            assert process.poll() is None, self.output()
+            assert time.monotonic() < deadline, self.output()
+            time.sleep(0.02)
+
+    def starts(self, cell: str) -> int:
+        """Return how often the cell has been trained, according to its log."""
+        return (self.directory / f"{cell}.log").read_text().count("run directory: ")
+
+
+@pytest.mark.slow
+def test_kills_and_interruptions_lose_and_repeat_nothing(tmp_path: Path, text_folder: Path) -> None:
+    comparison = Comparison(tmp_path / "comparison", text_folder)
+    options = ("seeds=[1,2]", "budget.updates=300", "logging.every_updates=100")
+    summary = comparison.directory / "linear_elu-seed1" / "summary.json"
+
+    # a run dies: the others go on. Then the comparison itself is killed in the middle of a run
+    process = comparison.start(*options)
+    comparison.wait_for(process, "softmax-seed1", "metrics.jsonl")
+    (run_process,) = psutil.Process(process.pid).children()
+    run_process.kill()
+    comparison.wait_for(process, "softmax-seed2", "metrics.jsonl")
+    before = (
+        summary.stat().st_mtime_ns,
+        (comparison.directory / "linear_elu-seed1.log").read_bytes(),
+    )
+    process.kill()
+    process.wait()
+    # the orphan keeps its folder to itself
+    orphan_log = comparison.directory / "softmax-seed2.log"
+    with orphan_log.open("ab") as log, pytest.raises(BlockingIOError):
+        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert "softmax seed 1: did not finish (exit code -9)" in comparison.output()
+    assert not (comparison.directory / "softmax-seed2" / "summary.json").exists()
+
+    # its run is not started again; later the comparison is asked to stop
+    process = comparison.start(*options)
+    comparison.wait_for(process, "linear_elu-seed2", "metrics.jsonl")
+    process.terminate()
+    assert process.wait(timeout=60) == 130
+    assert (comparison.directory / "linear_elu-seed2" / "checkpoints" / "latest").exists()
+    assert not (comparison.directory / "linear_elu-seed2" / "summary.json").exists()
+
+    process = comparison.start(*options)
+    assert process.wait(timeout=120) == 0, comparison.output()
+    log_after = (comparison.directory / "linear_elu-seed1.log").read_bytes()
+    assert (summary.stat().st_mtime_ns, log_after) == before
+    assert comparison.starts("softmax-seed1") == 2
+    assert comparison.starts("linear_elu-seed1") == 1
+    assert comparison.starts("softmax-seed2") == 1
+    assert comparison.starts("linear_elu-seed2") == 2
+    assert "going on after update" in (comparison.directory / "linear_elu-seed2.log").read_text()
+
+    with (comparison.directory / "comparison.csv").open(encoding="utf-8") as file:
+        rows = {row["mechanism"]: row for row in csv.DictReader(file)}
+    assert set(rows) == {"softmax", "linear_elu"}
+    for mechanism, row in rows.items():
+        folders = [comparison.directory / f"{mechanism}-seed{seed}" for seed in (1, 2)]
+        summaries = [json.loads((folder / "summary.json").read_text()) for folder in folders]
+        losses = [one["validation_loss"] for one in summaries]
+        assert row["seeds"] == "1 2"
+        assert float(row["loss"]) == pytest.approx(sum(losses) / 2)
+        assert float(row["loss_std"]) == pytest.approx(abs(losses[0] - losses[1]) / 2**0.5)
+        for folder in folders:
+            updates = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+            assert [u["update"] for u in updates if u["kind"] == "train"] == [*range(1, 301)]
+    assert (comparison.directory / "curves.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_a_run_that_cannot_start_leaves_the_others(tmp_path: Path, text_folder: Path) -> None:
+    comparison = Comparison(tmp_path / "comparison", text_folder)
+    comparison.directory.mkdir()
+    (comparison.directory / "softmax-seed3").write_text("in the way")
+    process = comparison.start("seeds=[3]", "budget.updates=20", "jobs=2")
+    assert process.wait(timeout=120) == 1, comparison.output()
+    assert "softmax seed 3: did not finish (exit code 2)" in comparison.output()
+    assert "there is a file of that name" in comparison.output()
+    report = (comparison.directory / "comparison.md").read_text()
+    assert "Did not finish: softmax seed 3." in report
+    assert "| linear_elu | " in report
+    assert "(1 seed)" in report
+    assert (comparison.directory / "softmax-seed3").read_text() == "in the way"

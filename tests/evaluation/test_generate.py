@@ -1,0 +1,80 @@
+"""scripts/generate.py: the text the model gives, and one line for what cannot work."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slayformer.model.generation import generate
+from slayformer.training.checkpoint import load_model
+
+SCRIPT = "scripts/generate.py"
+# what Hydra's grammar would take apart
+PROMPT = "a, {b}=é: 'c' ${d}"
+
+
+@pytest.mark.slow
+def test_streams_what_generate_yields(tiny_run: Path, run_command: Any) -> None:
+    options = [f"checkpoint={tiny_run}", f"prompt={PROMPT}", "temperature=1.5", "top_k=0", "seed=7"]
+    finished = run_command([SCRIPT, *options, "tokens=9"])
+    assert finished.code == 0, finished.stderr
+    loaded = load_model(tiny_run)
+    ids = generate(
+        loaded.model,
+        loaded.tokenizer.encode(PROMPT),
+        max_new_tokens=9,
+        temperature=1.5,
+        seed=7,
+        stop_token=loaded.tokenizer.end_of_text,
+    )
+    # universal newlines on both sides: bytes tokens may be carriage returns
+    expected = (PROMPT + loaded.tokenizer.decode(list(ids))).replace("\r", "\n")
+    assert finished.stdout == expected + "\n"
+    assert re.search(r"9 tokens in \d+\.\d\d s, \d+ tokens/s on cpu", finished.stderr)
+
+
+@pytest.mark.slow
+def test_without_a_prompt_a_document_begins(tiny_run: Path, run_command: Any) -> None:
+    finished = run_command([SCRIPT, f"checkpoint={tiny_run}", "temperature=0", "tokens=5"])
+    assert finished.code == 0, finished.stderr
+    loaded = load_model(tiny_run)
+    start = [loaded.tokenizer.end_of_text]
+    ids = list(generate(loaded.model, start, max_new_tokens=5, temperature=0))
+    assert finished.stdout == loaded.tokenizer.decode(ids) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "checkpoint=null: needs a run directory"),
+        (["checkpoint=nowhere"], "nowhere"),
+        (["checkpoints=x"], "checkpoints=x: unknown key; did you mean checkpoint?"),
+        (["checkpoint=x", "tokens=many"], "tokens=many: must be a whole number"),
+        (["checkpoint=x", "temperature=hot"], "temperature=hot: must be a number"),
+        (["checkpoint=x", "prompt"], "prompt: options are written key=value"),
+    ],
+)
+@pytest.mark.slow
+def test_mistakes_take_one_line(run_command: Any, arguments: list[str], message: str) -> None:
+    finished = run_command([SCRIPT, *arguments])
+    assert finished.code == 2
+    assert finished.stdout == ""
+    assert finished.stderr.count("\n") == 1
+    assert message in finished.stderr
+
+
+@pytest.mark.slow
+def test_a_prompt_that_fills_the_context_is_told(tiny_run: Path, run_command: Any) -> None:
+    finished = run_command([SCRIPT, f"checkpoint={tiny_run}", f"prompt={'x' * 32}"])
+    assert finished.code == 2
+    assert "shorter than the model's context of 32 tokens" in finished.stderr
+
+
+def test_help_tells_every_option(run_command: Any) -> None:
+    finished = run_command([SCRIPT, "--help"])
+    assert finished.code == 0
+    for option in ("checkpoint", "prompt", "tokens", "temperature", "top_k", "seed"):
+        assert f"  {option}=" in finished.stdout

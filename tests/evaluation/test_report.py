@@ -1,0 +1,164 @@
+"""Tables and curves from synthetic runs: values computed by hand."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from slayformer.errors import UserError
+from slayformer.evaluation.report import Run, is_finished, make_rows, write_report
+
+MIB = 2**20
+
+
+def synthetic_run(
+    mechanism: str,
+    seed: int,
+    loss: float,
+    *,
+    tokens_per_second: float = 1000.0,
+    memory_mib: int = 100,
+) -> Run:
+    summary = {
+        "mechanism": mechanism,
+        "seed": seed,
+        "updates": 4,
+        "tokens": 4000,
+        "parameters": 12345,
+        "validation_loss": loss,
+        "perplexity": math.exp(loss),
+        "bits_per_byte": loss / 2,
+        "unigram_loss": 4.25,
+        "tokens_per_second": tokens_per_second,
+        "peak_memory_bytes": memory_mib * MIB,
+        "seconds": 4.0,
+        "finished": True,
+    }
+    metrics = [
+        {"kind": "train", "update": u, "tokens": 1000 * u, "loss": loss + 4 / u + 0.05 * seed}
+        for u in (1, 2, 3, 4)
+    ] + [
+        {
+            "kind": "validation",
+            "update": u,
+            "tokens": 1000 * u,
+            "loss": loss + (4 - u) / 2,
+            "scored_tokens": 640,
+        }
+        for u in (2, 4)
+    ]
+    plan = {"updates": 4, "tokens": 4000}
+    return Run(Path(f"{mechanism}-seed{seed}"), mechanism, seed, summary, plan, metrics, "a" * 64)
+
+
+def three_mechanisms() -> list[Run]:
+    return [
+        synthetic_run("softmax", 1, 3.5),
+        synthetic_run("softmax", 2, 3.1, tokens_per_second=3000.0, memory_mib=140),
+        synthetic_run("slay", 1, 3.0),
+        synthetic_run("slay", 2, 3.2),
+        synthetic_run("slay", 3, 3.1),
+        synthetic_run("linear_elu", 1, 3.8),
+    ]
+
+
+def test_rows_are_hand_computed_means() -> None:
+    slay, softmax, elu = make_rows(three_mechanisms())
+    assert (slay.mechanism, softmax.mechanism, elu.mechanism) == ("slay", "softmax", "linear_elu")
+    # sample standard deviation: sqrt((0.1^2 + 0.1^2) / 2) and sqrt(2 * 0.2^2 / 1)
+    assert slay.loss == pytest.approx(3.1)
+    assert slay.loss_std == pytest.approx(0.1)
+    assert softmax.loss == pytest.approx(3.3)
+    assert softmax.loss_std == pytest.approx(0.2828427124746)
+    assert elu.loss_std is None
+    assert softmax.perplexity == pytest.approx(27.1126389207)
+    assert softmax.bits_per_byte == pytest.approx(1.65)
+    assert softmax.tokens_per_second == pytest.approx(2000.0)
+    assert softmax.peak_memory_mib == 140
+    assert [slay.seeds, softmax.seeds, elu.seeds] == [[1, 2, 3], [1, 2], [1]]
+
+
+def test_a_diverged_mechanism_comes_last() -> None:
+    runs = [synthetic_run("slay", 1, math.nan), *three_mechanisms()[:2]]
+    assert [row.mechanism for row in make_rows(runs)] == ["softmax", "slay"]
+
+
+def test_report_files_hold_the_table(tmp_path: Path) -> None:
+    rows = write_report(tmp_path, three_mechanisms(), notes=["Did not finish: yat seed 2."])
+    lines = (tmp_path / "comparison.md").read_text(encoding="utf-8").splitlines()
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if "|" in line]
+    assert cells[0][:2] == ["mechanism", "validation loss (nats/token)"]
+    assert cells[2][:2] == ["slay", "3.1000 ± 0.1000"]
+    assert cells[3][:2] == ["softmax", "3.3000 ± 0.2828"]
+    expected = ["linear_elu", "3.8000 (1 seed)", "44.70", "1.9000", "1,000", "100", "12,345"]
+    assert cells[4] == expected
+    text = "\n".join(lines)
+    assert "over seeds: slay 1, 2, 3; softmax 1, 2; linear_elu 1." in text
+    assert "Unigram floor: 4.2500 nats/token" in text
+    assert "640 validation tokens" in text
+    assert "Did not finish: yat seed 2." in text
+
+    with (tmp_path / "comparison.csv").open(encoding="utf-8") as file:
+        table = list(csv.DictReader(file))
+    assert [line["mechanism"] for line in table] == ["slay", "softmax", "linear_elu"]
+    assert float(table[1]["loss_std"]) == pytest.approx(0.2828427124746)
+    assert table[2]["loss_std"] == ""
+    assert table[0]["seeds"] == "1 2 3"
+
+    record = json.loads((tmp_path / "comparison.json").read_text(encoding="utf-8"))
+    assert [row["loss"] for row in record["rows"]] == [row.loss for row in rows]
+    assert len(record["runs"]) == 6
+
+
+def test_training_curves_average_neighbours() -> None:
+    metrics = [
+        {"kind": "train", "update": u, "tokens": 10 * u, "loss": float(u)} for u in range(1, 302)
+    ]
+    run = replace(synthetic_run("slay", 1, 3.0), metrics=metrics)
+    curve = run.curve("train")
+    # 301 updates in groups of three; the last has one
+    assert len(curve) == 101
+    assert curve[0] == (30, 2.0)
+    assert curve[-1] == (3010, 301.0)
+
+
+def test_curves_show_every_mechanism(tmp_path: Path) -> None:
+    import matplotlib.image
+
+    runs = three_mechanisms()
+    write_report(tmp_path, runs)
+    few = matplotlib.image.imread(tmp_path / "curves.png")
+    assert few.shape[0] > 500
+    assert few.shape[1] > 1000
+    colours = {tuple(pixel) for pixel in (few[::2, ::2, :3].reshape(-1, 3) * 255).astype(int)}
+    # blue, vermilion and green of the three mean lines
+    assert {(0x00, 0x72, 0xB2), (0xD5, 0x5E, 0x00), (0x00, 0x9E, 0x73)} <= colours
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"tokenizer_identity": "b" * 64}, "tokenizer"),
+        ({"plan": {"updates": 5, "tokens": 4000}}, "updates"),
+        ({"summary": synthetic_run("slay", 1, 3.0).summary | {"unigram_loss": 4.26}}, "unigram"),
+        ({"summary": synthetic_run("slay", 1, 3.0).summary | {"tokens": 3000}}, "tokens"),
+        ({"metrics": []}, "scored validation tokens"),
+    ],
+)
+def test_unequal_runs_are_refused(tmp_path: Path, change: dict, named: str) -> None:
+    other = replace(synthetic_run("slay", 1, 3.0), **change)
+    with pytest.raises(UserError, match=f"cannot be compared.*{named}"):
+        write_report(tmp_path, [synthetic_run("softmax", 1, 3.5), other])
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"finished": false}', "{}"])
+def test_broken_summaries_are_unfinished(tmp_path: Path, content: str) -> None:
+    (tmp_path / "summary.json").write_text(content)
+    assert not is_finished(tmp_path)
+    assert not is_finished(tmp_path / "missing")
