@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from slayformer.cli import compose, entry_point
+from slayformer.cli import COMMANDS, compose, entry_point
 
 
 def main() -> None:
     """Compose, check and score."""
-    # not in configs/, where `data` is a group and takes no path
-    composed = compose("eval", folder=Path(__file__).resolve().parent / "scripts")
+    composed = compose("eval", folder=COMMANDS)
     from slayformer.config import EvalConfig, load_config
 
     config = load_config(composed, EvalConfig)

@@ -6,9 +6,8 @@ Every other key=value is an override of train.py and goes to every run.
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
-from slayformer.cli import compose, entry_point
+from slayformer.cli import COMMANDS, compose, entry_point
 
 
 def main() -> None:
@@ -17,8 +16,7 @@ def main() -> None:
     from slayformer.evaluation.compare import run, split_arguments
 
     own, overrides = split_arguments(sys.argv[1:])
-    # beside this file and not in configs/, where `attention` is a group and takes one option
-    composed = compose("compare", own, folder=Path(__file__).resolve().parent)
+    composed = compose("compare", own, folder=COMMANDS)
     sys.exit(run(load_config(composed, CompareConfig), overrides))
 
 

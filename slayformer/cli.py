@@ -20,6 +20,8 @@ EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 OTHER_RANKS_WAIT_S = 5
 CONFIGURATIONS = Path(__file__).resolve().parent.parent / "configs"
+# apart, because there `data` and `attention` are plain options and not groups of train.py
+COMMANDS = CONFIGURATIONS / "commands"
 
 
 def entry_point(main: Callable[[], Any]) -> None:
