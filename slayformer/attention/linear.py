@@ -71,7 +71,7 @@ class LinearAttention(Attention):
     local_size: int = 0
     # least normaliser per visible key of a signed map; 0: no guard
     guard_floor: float = 0.0
-    # share of the last call's rows that the guard held up
+    # share of the last call's rows that the guard replaced
     guarded_share: Tensor | None = None
 
     def feature_tensors(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -167,17 +167,25 @@ class LinearAttention(Attention):
                     q, k, v, mask, documents, positions.flip(1), before, False, strict=True
                 )
                 sums_BHTN = sums_BHTN + later_BHTN.flip(2)
-            normaliser = sums_BHTN[..., -1:] + self.normaliser_offset(sums_BHTN.dtype)
+            normaliser_BHT1 = sums_BHTN[..., -1:] + self.normaliser_offset(sums_BHTN.dtype)
             if self.guard_floor > 0:
-                normaliser = self._guarded(normaliser, positions)
-            y_BHTE = sums_BHTN[..., :-1] / normaliser
+                y_BHTE = self._guarded(sums_BHTN[..., :-1], normaliser_BHT1, v_BHTE, positions)
+            else:
+                y_BHTE = sums_BHTN[..., :-1] / normaliser_BHT1
         return y_BHTE.to(v_BHTE.dtype), after if state is not None else None
 
-    def _guarded(self, normaliser_BHT1: Tensor, positions_BT: Tensor) -> Tensor:
-        """Return the normaliser held above `guard_floor` times the number of visible keys."""
-        floor = self.guard_floor * (positions_BT + 1)[:, None, :, None].to(normaliser_BHT1.dtype)
-        self.guarded_share = (normaliser_BHT1 < floor).float().mean().detach()
-        return torch.maximum(normaliser_BHT1, floor)
+    def _guarded(
+        self, sums_BHTE: Tensor, normaliser_BHT1: Tensor, v_BHTE: Tensor, positions_BT: Tensor
+    ) -> Tensor:
+        """Return the quotient where the normaliser is above its floor, else the token's own v.
+
+        The floor is `guard_floor` times the number of visible keys.
+        """
+        visible_BHT1 = (positions_BT + 1)[:, None, :, None]
+        sound = normaliser_BHT1 > self.guard_floor * visible_BHT1
+        self.guarded_share = 1 - sound.float().mean().detach()
+        quotient = sums_BHTE / torch.where(sound, normaliser_BHT1, 1.0)
+        return torch.where(sound, quotient, v_BHTE.to(quotient.dtype))
 
     def is_near(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
         """Return which pairs of positions in one document `near_scores` decides."""

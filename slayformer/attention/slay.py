@@ -33,7 +33,7 @@ from slayformer.registry import register_attention
 Quadrature = Callable[[int, float], tuple[np.ndarray, np.ndarray]]
 QUADRATURES: dict[str, Quadrature] = {"gauss_laguerre": gauss_laguerre, "fitted": fitted_quadrature}
 # an ordinary kernel value at cosine x is near x²/2, whose mean over directions is 1/(2d); a signed
-# map's normaliser is held above this share of it per key
+# map's normaliser below this share of it per key is not believed
 GUARD_SHARE = 0.05
 # maps of x² whose number of features follows from the head's width
 OWN_SIZE = ("exact", "block_quadratic", "learned_quadratic")
@@ -67,7 +67,8 @@ class SlayConfig(AttentionConfig):
     local_size: int = positive()
     # start of the learned factor on far pairs, one a head
     far_scale: float = positive()
-    # signed maps: `guard` holds normalisers up and counts the rows, `paper` divides as it comes
+    # signed maps: `guard` gives a row its own v where the normaliser is not clearly positive, and
+    # counts such rows; `paper` divides by whatever comes
     denominator: str = one_of("guard", "paper")
     epsilon: float = positive()
     # the exact near kernel learns its ε, one a head
