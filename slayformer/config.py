@@ -69,6 +69,8 @@ class ModelConfig:
     context_length: int = positive()
     mlp_ratio: int = positive(4)
     dropout: float = fraction(0.0)
+    # width of a causal depthwise convolution on q, k and v; 0: none
+    short_convolution: int = not_negative(0)
     # the embedding has this many rows or a multiple of it, for matrix shapes that run fast
     vocabulary_multiple: int = positive(64)
 

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from slayformer.attention.base import generator
 from slayformer.config import ModelConfig
+from slayformer.model.short_convolution import ConvolutionState, ShortConvolution
 from slayformer.registry import build_attention
 
 INITIAL_STANDARD_DEVIATION = 0.02
@@ -27,10 +28,18 @@ LAYER_SEED_STRIDE = 1_000_003
 
 
 @dataclass(frozen=True)
+class BlockState:
+    """What a block remembers: the mechanism's state, and the convolution's if there is one."""
+
+    attention: Any
+    convolution: ConvolutionState | None
+
+
+@dataclass(frozen=True)
 class ModelState:
     """What cached decoding remembers: a state per layer and the tokens seen per sequence."""
 
-    layers: list[Any]
+    layers: list[BlockState]
     seen_B: Tensor
 
 
@@ -42,6 +51,9 @@ class Block(nn.Module):
         self.heads = model.heads
         self.attention_norm = nn.LayerNorm(model.width)
         self.query_key_value = nn.Linear(model.width, 3 * model.width)
+        self.convolution: ShortConvolution | None = None
+        if model.short_convolution:
+            self.convolution = ShortConvolution(3 * model.width, model.short_convolution)
         self.attention = build_attention(
             attention,
             num_heads=model.heads,
@@ -55,23 +67,39 @@ class Block(nn.Module):
         self.mlp_output = nn.Linear(model.mlp_ratio * model.width, model.width)
         self.dropout = nn.Dropout(model.dropout)
 
+    def init_state(self, batch_size: int, device: torch.device) -> BlockState:
+        """Return the state before the first token."""
+        convolution = None
+        if self.convolution is not None:
+            convolution = self.convolution.init_state(batch_size, device)
+        return BlockState(self.attention.init_state(batch_size, device), convolution)
+
     def forward(
-        self, x_BTC: Tensor, mask: Tensor | None, document_ids: Tensor | None, state: Any
-    ) -> tuple[Tensor, Any]:
-        """Return (the block's output, the mechanism's new state)."""
+        self,
+        x_BTC: Tensor,
+        mask: Tensor | None,
+        document_ids: Tensor | None,
+        state: BlockState | None,
+    ) -> tuple[Tensor, BlockState | None]:
+        """Return (the block's output, its new state or None if `state` is None)."""
         batch_size, length, width = x_BTC.shape
+        before = state or BlockState(None, None)
         qkv = self.query_key_value(self.attention_norm(x_BTC))
+        convolution = None
+        if self.convolution is not None:
+            qkv, convolution = self.convolution(qkv, mask, document_ids, before.convolution)
         q_BHTD, k_BHTD, v_BHTD = (
             part.view(batch_size, length, self.heads, width // self.heads).transpose(1, 2)
             for part in qkv.split(width, dim=-1)
         )
-        y_BHTD, state = self.attention(
-            q_BHTD, k_BHTD, v_BHTD, mask=mask, document_ids=document_ids, state=state
+        y_BHTD, attention = self.attention(
+            q_BHTD, k_BHTD, v_BHTD, mask=mask, document_ids=document_ids, state=before.attention
         )
         y_BTC = y_BHTD.transpose(1, 2).reshape(batch_size, length, width)
         x_BTC = x_BTC + self.dropout(self.attention_output(y_BTC))
         hidden = F.gelu(self.mlp_input(self.mlp_norm(x_BTC)), approximate="tanh")
-        return x_BTC + self.dropout(self.mlp_output(hidden)), state
+        x_BTC = x_BTC + self.dropout(self.mlp_output(hidden))
+        return x_BTC, None if state is None else BlockState(attention, convolution)
 
 
 class GPT2(nn.Module):
@@ -107,7 +135,7 @@ class GPT2(nn.Module):
             for parameter in block.attention.parameters()  # type: ignore[union-attr]
         }
         for name, parameter in self.named_parameters():
-            if id(parameter) in mechanism or "norm" in name:
+            if id(parameter) in mechanism or "norm" in name or "convolution" in name:
                 continue
             if name.endswith("bias"):
                 parameter.zero_()
@@ -133,7 +161,7 @@ class GPT2(nn.Module):
         """Return the state before the first token."""
         device = self.token_embedding.weight.device
         return ModelState(
-            layers=[block.attention.init_state(batch_size, device) for block in self.blocks],  # type: ignore[operator, union-attr]
+            layers=[block.init_state(batch_size, device) for block in self.blocks],  # type: ignore[operator]
             seen_B=torch.zeros(batch_size, dtype=torch.long, device=device),
         )
 
@@ -141,6 +169,7 @@ class GPT2(nn.Module):
         """Return the FLOPs of one token's forward pass: matrix products (×2) and attention."""
         model = self.model
         matrices = model.layers * (4 + 2 * model.mlp_ratio) * model.width**2
+        matrices += model.layers * 3 * model.width * model.short_convolution
         head = self.vocabulary_size * model.width
         attention = sum(block.attention.flops_per_token(sequence_length) for block in self.blocks)  # type: ignore[operator, union-attr]
         return 2 * (matrices + head) + attention
@@ -173,7 +202,7 @@ class GPT2(nn.Module):
             )
         x_BTC = self.token_embedding(ids_BT) + self.position_embedding(position_ids_BT)
         x_BTC = self.dropout(x_BTC)
-        layer_states = states.layers if states is not None else [None] * len(self.blocks)
+        layer_states: list[Any] = [None] * len(self.blocks) if states is None else states.layers
         new_states = []
         for block, state in zip(self.blocks, layer_states, strict=True):
             x_BTC, new_state = block(x_BTC, mask_BT, document_ids_BT, state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -21,11 +22,21 @@ CONFIGS = Path(__file__).parents[2] / "configs" / "attention"
 SIGNED = {"slay_nystrom", "slay_random_maclaurin", "slay_tensor_sketch"}
 NAMES = sorted({path.stem for path in CONFIGS.glob("*.yaml")} - SIGNED)
 
+CASES = [(name, 0) for name in NAMES] + [(name, 4) for name in ("softmax", "slay", "slay_best")]
 
-def build(name: str, *, vocabulary_size: int = 301, seed: int = 0) -> GPT2:
+
+def build(
+    name: str, *, vocabulary_size: int = 301, seed: int = 0, short_convolution: int = 0
+) -> GPT2:
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         config = load_attention_config(OmegaConf.to_container(compose(name)))
-    return GPT2(SHAPE, config, vocabulary_size=vocabulary_size, seed=seed).eval()
+    shape = dataclasses.replace(SHAPE, short_convolution=short_convolution)
+    model = GPT2(shape, config, vocabulary_size=vocabulary_size, seed=seed).eval()
+    for name, parameter in model.named_parameters():
+        if "convolution" in name:
+            # away from the identity it starts as
+            parameter.data += torch.linspace(-0.5, 0.5, parameter.numel()).view_as(parameter)
+    return model
 
 
 @pytest.fixture(scope="module")
@@ -73,9 +84,9 @@ def test_foreign_weights_of_another_shape_are_refused(theirs):
         load_gpt2_weights(build("softmax"), weights)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_cached_steps_equal_the_parallel_form(name):
-    model = build(name)
+@pytest.mark.parametrize(("name", "convolution"), CASES)
+def test_cached_steps_equal_the_parallel_form(name, convolution):
+    model = build(name, short_convolution=convolution)
     ids = torch.randint(0, 301, (2, 40), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
         whole, _ = model(ids)
@@ -86,9 +97,9 @@ def test_cached_steps_equal_the_parallel_form(name):
     torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_left_padding_equals_the_row_alone_prefill_and_steps(name):
-    model = build(name)
+@pytest.mark.parametrize(("name", "convolution"), CASES)
+def test_left_padding_equals_the_row_alone_prefill_and_steps(name, convolution):
+    model = build(name, short_convolution=convolution)
     ids = torch.randint(0, 301, (3, 20), generator=torch.Generator().manual_seed(4))
     mask = torch.arange(20) >= torch.tensor([0, 3, 7])[:, None]
     with torch.no_grad():
@@ -101,9 +112,9 @@ def test_left_padding_equals_the_row_alone_prefill_and_steps(name):
             torch.testing.assert_close(hidden[row, start:], alone[0], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_isolated_documents_equal_each_alone(name):
-    model = build(name)
+@pytest.mark.parametrize(("name", "convolution"), CASES)
+def test_isolated_documents_equal_each_alone(name, convolution):
+    model = build(name, short_convolution=convolution)
     ids = torch.randint(0, 301, (1, 60), generator=torch.Generator().manual_seed(5))
     documents = torch.repeat_interleave(torch.arange(3), torch.tensor([10, 1, 49]))[None]
     positions = torch.cat([torch.arange(n) for n in (10, 1, 49)])[None]
@@ -165,3 +176,16 @@ def test_flops_by_hand():
     matrices = 2 * (3 * 12 * 48**2 + 301 * 48)
     attention = 3 * 4 * (96 + 1) / 2 * (2 * 12 + 2 + 2 * 12)
     assert build("softmax").flops_per_token(96) == matrices + attention
+
+
+def test_short_convolution_starts_as_the_identity_and_is_a_convolution():
+    from slayformer.model.short_convolution import ShortConvolution
+
+    module = ShortConvolution(5, 4)
+    x = torch.randn(2, 9, 5)
+    assert torch.equal(module(x, None, None, None)[0], x)
+    module.weight.data = torch.randn(4, 5)
+    padded = torch.nn.functional.pad(x.mT, (3, 0))
+    kernel = module.weight.flip(0).T[:, None]
+    expected = torch.nn.functional.conv1d(padded, kernel, groups=5).mT
+    torch.testing.assert_close(module(x, None, None, None)[0], expected)
