@@ -91,6 +91,22 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def mechanism_parameter(value: Tensor, learning_rate_scale: float) -> nn.Parameter:
+    """Return a parameter of a mechanism: never decayed, its learning rate scaled.
+
+    `training.optimizer` reads both from the parameter's attributes.
+    """
+    parameter = nn.Parameter(value)
+    parameter.no_weight_decay = True  # type: ignore[attr-defined]
+    parameter.learning_rate_scale = learning_rate_scale  # type: ignore[attr-defined]
+    return parameter
+
+
+# for maps and directions, and for the few numbers a head has of a kind
+MAP_LEARNING_RATE = 2.0
+SCALAR_LEARNING_RATE = 5.0
+
+
 def generator(seed: int) -> torch.Generator:
     """Return a CPU generator: the same draws on every rank and device."""
     return torch.Generator(device="cpu").manual_seed(seed)

@@ -11,7 +11,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from slayformer.attention.base import generator
+from slayformer.attention.base import (
+    MAP_LEARNING_RATE,
+    SCALAR_LEARNING_RATE,
+    generator,
+    mechanism_parameter,
+)
 from slayformer.attention.features import Dense, Features, SumOfSquares
 from slayformer.attention.positive_features import orthogonal_rows
 from slayformer.errors import ConfigError
@@ -39,11 +44,13 @@ class PolynomialMap(nn.Module):
         self.tensor_count = 0
         self.draws = generator(seed)
 
-    def keep(self, name: str, value: Tensor, trainable: bool) -> None:
+    def keep(
+        self, name: str, value: Tensor, trainable: bool, scale: float = MAP_LEARNING_RATE
+    ) -> None:
         """Register `value` as a parameter or as a persistent buffer."""
         self.tensor_count += 1
         if trainable:
-            self.register_parameter(name, nn.Parameter(value))
+            self.register_parameter(name, mechanism_parameter(value, scale))
         else:
             self.register_buffer(name, value)
 
@@ -205,8 +212,9 @@ class LearnedQuadratic(PolynomialMap):
         rows = [orthogonal_rows(self.blocks * n, self.width, self.draws) for _ in range(self.heads)]
         heads, groups = self.heads, self.blocks
         # named so that sorting keeps the order `features` reads
-        self.keep("bias_HG", torch.zeros(heads, 1, groups), trainable=True)
-        self.keep("center_HGN", torch.full((heads, 1, groups * n), 0.02), trainable=True)
+        scalar = SCALAR_LEARNING_RATE
+        self.keep("bias_HG", torch.zeros(heads, 1, groups), True, scalar)
+        self.keep("center_HGN", torch.full((heads, 1, groups * n), 0.02), True, scalar)
         self.keep("projection_HGND", torch.stack(rows), trainable=True)
         self.keep("weight_HGD", torch.zeros(heads, groups, self.width), trainable=True)
         self.feature_count = groups * n * (n + 1) // 2

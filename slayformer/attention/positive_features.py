@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from slayformer.attention.base import generator
+from slayformer.attention.base import MAP_LEARNING_RATE, generator, mechanism_parameter
 from slayformer.attention.features import Dense
 
 # e^{2 · 40} is far from fp32's largest number, and ordinary exponents are far from 40
@@ -72,7 +72,7 @@ class ExponentialFeatures(nn.Module):
         self.register_buffer("nodes_R", nodes_R.float())
         for name, value in (("omega_RHND", omega_RHND), ("log_weights_RH", log_weights_RH)):
             if trainable:
-                self.register_parameter(name, nn.Parameter(value))
+                self.register_parameter(name, mechanism_parameter(value, MAP_LEARNING_RATE))
             else:
                 self.register_buffer(name, value)
         self.nodes, self.per_node, self.width = len(nodes_R), features, width

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from slayformer.attention.base import generator
+from slayformer.attention.base import SCALAR_LEARNING_RATE, generator, mechanism_parameter
 from slayformer.attention.features import Dense, Features, Kronecker
 from slayformer.attention.kernels import fitted_quadrature, gauss_laguerre, spherical_yat, unit
 from slayformer.attention.linear import LinearAttention
@@ -122,10 +122,10 @@ class SlayAttention(LinearAttention):
         if config.local != "none":
             self.local, self.local_size = config.local, config.local_size
             scale = torch.full((self.num_heads, 1, 1), config.far_scale)
-            self.log_far_scale = nn.Parameter(scale.log())
+            self.log_far_scale = mechanism_parameter(scale.log(), SCALAR_LEARNING_RATE)
         if config.learnable_epsilon:
             start = torch.full((self.num_heads, 1, 1), config.epsilon)
-            self.log_epsilon = nn.Parameter(start.log())
+            self.log_epsilon = mechanism_parameter(start.log(), SCALAR_LEARNING_RATE)
         self._build_maps()
 
     def _build_maps(self) -> None:

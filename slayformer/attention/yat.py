@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from slayformer.attention.base import SCALAR_LEARNING_RATE, mechanism_parameter
 from slayformer.attention.kernels import yat
 from slayformer.attention.quadratic import QuadraticAttention
 from slayformer.config import AttentionConfig, one_of, positive
@@ -34,7 +35,7 @@ class YatAttention(QuadraticAttention):
         self.normalization = config.normalization
         if config.learnable_epsilon:
             start = torch.full((self.num_heads, 1, 1), math.log(config.epsilon))
-            self.log_epsilon = nn.Parameter(start)
+            self.log_epsilon = mechanism_parameter(start, SCALAR_LEARNING_RATE)
 
     @property
     def epsilon(self) -> float | Tensor:

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from slayformer.attention.base import SCALAR_LEARNING_RATE, mechanism_parameter
 from slayformer.attention.quadratic import QuadraticAttention
 from slayformer.config import AttentionConfig, positive
 from slayformer.registry import register_attention
@@ -33,7 +34,8 @@ class SoftmaxChunkFactorAttention(QuadraticAttention):
 
     def __init__(self, config: SoftmaxChunkFactorConfig, **sizes: Any) -> None:
         super().__init__(config, **sizes)
-        self.log_far_factor = nn.Parameter(torch.zeros(self.num_heads, 1, 1))
+        start = torch.zeros(self.num_heads, 1, 1)
+        self.log_far_factor = mechanism_parameter(start, SCALAR_LEARNING_RATE)
 
     def scores(self, q_BHTD: Tensor, k_BHSD: Tensor) -> Tensor:
         """Return q·k/√D."""
