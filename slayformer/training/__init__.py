@@ -1,0 +1,1 @@
+"""Training: plan, objective, DeepSpeed engine, checkpoints and the loop that joins them."""

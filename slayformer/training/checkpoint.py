@@ -1,0 +1,294 @@
+"""Checkpoints: written whole or not at all, checked before they are read.
+
+A checkpoint is the folder checkpoints/update_NNNNNNN of a run. Its manifest.json, written last,
+lists every file with size and sha256. `checkpoints/latest` names the newest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import safetensors.torch
+import torch
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from safetensors import SafetensorError
+
+from slayformer.config import TrainConfig, load_config, to_plain
+from slayformer.data.shards import write_atomically
+from slayformer.data.tokenizer import Tokenizer, load_tokenizer
+from slayformer.errors import CheckpointError, UserError
+from slayformer.model.gpt2 import GPT2
+from slayformer.training import distributed
+
+if TYPE_CHECKING:
+    from slayformer.training.engine import TrainingEngine
+
+FORMAT_VERSION = 1
+FOLDER, LATEST, MANIFEST = "checkpoints", "latest", "manifest.json"
+WEIGHTS, CONFIG, STATE, TOKENIZER = "model.safetensors", "config.yaml", "state.json", "tokenizer"
+DEEPSPEED = "deepspeed"
+UNFINISHED = ".unfinished"
+NAME = re.compile(r"update_\d{7,}")
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model read from a checkpoint, in evaluation mode, and what belongs to it."""
+
+    model: GPT2
+    config: TrainConfig
+    tokenizer: Tokenizer
+    state: dict[str, Any]
+
+
+def find_checkpoint(path: Path) -> Path:
+    """Return the checkpoint folder that `path` is, or the newest of the run directory it is.
+
+    Raises CheckpointError if there is none.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise CheckpointError(f"no checkpoint at {path}: there is no such folder")
+    if NAME.fullmatch(path.absolute().name) or (path / MANIFEST).exists():
+        return path
+    latest = path / FOLDER / LATEST
+    if not latest.is_file():
+        raise CheckpointError(
+            f"no checkpoint in {path}: neither a checkpoint folder nor a run directory that has "
+            f"saved one ({latest} is missing)"
+        )
+    name = latest.read_text(encoding="utf-8", errors="replace").strip()
+    folder = path / FOLDER / name
+    if not NAME.fullmatch(name) or not folder.is_dir():
+        there = ", ".join(_complete_names(path / FOLDER)) or "none"
+        raise CheckpointError(f"{latest} names {name!r}, which is not there; complete: {there}")
+    return folder
+
+
+def verify_checkpoint(path: Path) -> dict[str, Any]:
+    """Return the manifest of checkpoint `path` after comparing every file's size and sha256.
+
+    Raises CheckpointError if it is half-written or damaged.
+    """
+    manifest = _read_json(path, MANIFEST, "half-written")
+    files = manifest.get("files")
+    if manifest.get("format_version") != FORMAT_VERSION or not isinstance(files, dict):
+        raise CheckpointError(f"{path / MANIFEST} is not a manifest of format {FORMAT_VERSION}")
+    for name, listed in files.items():
+        file = path / name
+        if ".." in Path(name).parts or Path(name).is_absolute():
+            raise CheckpointError(f"{path / MANIFEST} lists {name!r}, outside the checkpoint")
+        if not file.is_file():
+            raise CheckpointError(f"checkpoint {path} is damaged: {name} is missing")
+        size = file.stat().st_size
+        if size != listed["bytes"]:
+            raise CheckpointError(
+                f"checkpoint {path} is damaged: {name} has {size:,} bytes, not {listed['bytes']:,}"
+            )
+        if _sha256(file) != listed["sha256"]:
+            raise CheckpointError(f"checkpoint {path} is damaged: the sha256 of {name} differs")
+    for name in (WEIGHTS, CONFIG, STATE):
+        if name not in files:
+            raise CheckpointError(f"checkpoint {path} is incomplete: it never had {name}")
+    return manifest
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """Return what state.json of checkpoint `path` tells; raises CheckpointError if unreadable."""
+    return _read_json(path, STATE, "incomplete")
+
+
+def read_config(path: Path) -> TrainConfig:
+    """Return the configuration checkpoint `path` was trained with; may raise CheckpointError."""
+    try:
+        return load_config(OmegaConf.load(path / CONFIG))  # type: ignore[arg-type]
+    except (OSError, OmegaConfBaseException, UserError, ValueError) as error:
+        raise CheckpointError(f"{path / CONFIG} cannot be used: {error}") from error
+
+
+def load_model(path: Path, device: torch.device | str = "cpu") -> LoadedModel:
+    """Return the model of checkpoint `path`, fp32 on `device`, from its safetensors alone.
+
+    Verifies the checkpoint first. Raises CheckpointError if it is damaged or does not fit.
+    """
+    path = find_checkpoint(path)
+    verify_checkpoint(path)
+    config, state = read_config(path), read_state(path)
+    tokenizer = load_tokenizer(path / TOKENIZER)
+    model = GPT2(
+        config.model,
+        config.attention,
+        vocabulary_size=tokenizer.vocabulary_size,
+        seed=config.seed,
+    )
+    try:
+        model.load_state_dict(safetensors.torch.load_file(path / WEIGHTS))
+    except (RuntimeError, SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{path / WEIGHTS} does not fit its configuration: {error}"
+        ) from error
+    return LoadedModel(model.to(device).eval(), config, tokenizer, state)
+
+
+def save_checkpoint(
+    run_directory: Path,
+    engine: TrainingEngine,
+    *,
+    config: TrainConfig,
+    tokenizer: Tokenizer,
+    state: dict[str, Any],
+) -> Path:
+    """Save on all ranks and return the folder; the newest `checkpoint.keep` stay.
+
+    Raises CheckpointError on every rank if any could not write: what had been written is removed,
+    `latest` and the checkpoints before stay as they were.
+    """
+    parent = run_directory / FOLDER
+    folder = parent / f"update_{state['update']:07d}"
+    unfinished = folder.with_name(folder.name + UNFINISHED)
+    try:
+        distributed.run_on_main(lambda: _guard(run_directory, lambda: _make_empty(unfinished)))
+        error = engine.save(unfinished, DEEPSPEED)
+        weights = engine.consolidated_weights()
+        try:
+            _write_rng(unfinished, engine.device)
+            if weights is not None:
+                _write_model(unfinished, weights, config, tokenizer, state)
+        except (OSError, SafetensorError) as own_error:
+            error = error or OSError(own_error)
+        errors = [one for one in distributed.gather_objects(error and str(error)) if one]
+        if errors:
+            raise CheckpointError(_not_saved(run_directory, errors[0]))
+        keep = config.checkpoint.keep
+        distributed.run_on_main(
+            lambda: _guard(run_directory, lambda: _publish(unfinished, folder, keep))
+        )
+    except CheckpointError:
+        if distributed.is_main():
+            shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    return folder
+
+
+def restore(path: Path, engine: TrainingEngine) -> None:
+    """Give `engine` weights and optimizer state of checkpoint `path`, and this rank its RNG.
+
+    The checkpoint must have been verified. Raises CheckpointError if it does not fit.
+    """
+    engine.load(path, DEEPSPEED)
+    try:
+        states = safetensors.torch.load_file(path / _rng_name(distributed.rank()))
+        torch.set_rng_state(states["cpu"])
+        if "cuda" in states and engine.device.type == "cuda":
+            torch.cuda.set_rng_state(states["cuda"], engine.device)
+    except (OSError, SafetensorError, KeyError, RuntimeError) as error:
+        raise CheckpointError(f"{path}: the random state cannot be used: {error}") from error
+
+
+def _write_model(
+    folder: Path,
+    weights: dict[str, torch.Tensor],
+    config: TrainConfig,
+    tokenizer: Tokenizer,
+    state: dict[str, Any],
+) -> None:
+    _write_tensors(folder / WEIGHTS, weights)
+    OmegaConf.save(OmegaConf.create(to_plain(config)), folder / CONFIG)
+    tokenizer.save(folder / TOKENIZER)
+    (folder / STATE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
+
+
+def _rng_name(rank: int) -> str:
+    return f"rng_rank_{rank:05d}.safetensors"
+
+
+def _write_rng(folder: Path, device: torch.device) -> None:
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    _write_tensors(folder / _rng_name(distributed.rank()), states)
+
+
+def _write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    safetensors.torch.save_file(tensors, path)
+    # the library lets nobody but the owner read it
+    path.chmod(path.parent.stat().st_mode & 0o666)
+
+
+def _make_empty(folder: Path) -> None:
+    """Make `folder` new, without what runs killed while saving have left beside it."""
+    for leftover in folder.parent.glob(f"update_*{UNFINISHED}"):
+        shutil.rmtree(leftover)
+    folder.mkdir(parents=True)
+
+
+def _publish(unfinished: Path, folder: Path, keep: int) -> None:
+    """Turn the folder all ranks have written into the newest checkpoint, and drop the oldest."""
+    # deepspeed adds a script that reads its files; ours are read without one
+    (unfinished / "zero_to_fp32.py").unlink(missing_ok=True)
+    files = {
+        file.relative_to(unfinished).as_posix(): {
+            "bytes": file.stat().st_size,
+            "sha256": _sha256(file),
+        }
+        for file in sorted(unfinished.rglob("*"))
+        if file.is_file()
+    }
+    manifest = json.dumps({"format_version": FORMAT_VERSION, "files": files}, indent=2) + "\n"
+    write_atomically(unfinished / MANIFEST, [manifest.encode()])
+    # only a damaged one can be there: a run never saves an update twice
+    shutil.rmtree(folder, ignore_errors=True)
+    os.replace(unfinished, folder)
+    try:
+        write_atomically(folder.parent / LATEST, [folder.name.encode()])
+    except OSError:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    for name in _complete_names(folder.parent)[:-keep]:
+        shutil.rmtree(folder.parent / name, ignore_errors=True)
+
+
+def _guard(run_directory: Path, action: Callable[[], None]) -> None:
+    """Run `action`; an OSError becomes a CheckpointError."""
+    try:
+        action()
+    except OSError as error:
+        raise CheckpointError(_not_saved(run_directory, str(error))) from error
+
+
+def _not_saved(run_directory: Path, reason: str) -> str:
+    return f"no checkpoint could be saved in {run_directory}: {reason}; earlier ones are untouched"
+
+
+def _complete_names(parent: Path) -> list[str]:
+    """Return the names of the checkpoints in `parent` that have a manifest, oldest first."""
+    found = [p.name for p in parent.glob("update_*") if (p / MANIFEST).is_file()]
+    return sorted((n for n in found if NAME.fullmatch(n)), key=lambda n: int(n.split("_")[1]))
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _read_json(folder: Path, name: str, fault: str) -> dict[str, Any]:
+    if not folder.is_dir():
+        raise CheckpointError(f"no checkpoint at {folder}: there is no such folder")
+    try:
+        content = json.loads((folder / name).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"checkpoint {folder} is {fault}: {name} is missing") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"checkpoint {folder} is damaged: {name}: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"checkpoint {folder} is damaged: {name} is not an object")
+    return content

@@ -1,0 +1,168 @@
+"""The processes of a run: who they are, and what they tell one another.
+
+All of it also works without torch.distributed: then the world is this process alone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slayformer.errors import UserError
+
+Value = TypeVar("Value")
+
+LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# rank 0 may prepare a large corpus while the others wait for it
+CONTROL_TIMEOUT = timedelta(days=7)
+
+_control_group: dist.ProcessGroup | None = None
+
+
+def launched() -> bool:
+    """Return whether a launcher started this process (and set every variable it should)."""
+    return all(name in os.environ for name in LAUNCHER_VARIABLES)
+
+
+def planned_world_size() -> int:
+    """Return how many processes WORLD_SIZE announces, 1 without it; needs no process group."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def initialize() -> None:
+    """Join the process group of the launcher, or form one of this process alone. Idempotent.
+
+    Tensors of the training go over nccl between GPUs and gloo between CPUs. Objects, sums and
+    barriers of this module go over a gloo group of their own, which waits long.
+    """
+    global _control_group
+    if _control_group is not None:
+        return
+    if not dist.is_initialized():
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        if launched():
+            device()
+            dist.init_process_group(backend)
+        else:
+            # deepspeed reads these; a store in memory needs no port
+            os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        atexit.register(_shut_down)
+    _control_group = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
+
+
+def _shut_down() -> None:
+    global _control_group
+    _control_group = None
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def device() -> torch.device:
+    """Return this process's own device and make it the current one.
+
+    Raises UserError if the launcher started more processes than there are GPUs.
+    """
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    index, present = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if index >= present:
+        raise UserError(f"process {index} of this machine has no GPU: there are {present}")
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def rank() -> int:
+    """Return the number of this process, 0 to world size - 1."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    """Return the number of processes."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def is_main() -> bool:
+    """Return whether this is rank 0, which alone prints and writes what all share."""
+    return rank() == 0
+
+
+def barrier() -> None:
+    """Wait until every process is here."""
+    if world_size() > 1:
+        dist.barrier(group=_control_group)
+
+
+def broadcast_object(value: Value) -> Value:
+    """Return rank 0's `value` on every rank."""
+    if world_size() == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0, group=_control_group)
+    return box[0]
+
+
+def gather_objects(value: Value) -> list[Value]:
+    """Return every rank's `value`, in the order of the ranks, on every rank."""
+    if world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * world_size()
+    dist.all_gather_object(values, value, group=_control_group)
+    return values
+
+
+def run_on_main(function: Callable[[], Value]) -> Value:
+    """Run `function` on rank 0 and return its value on every rank.
+
+    What it raises is raised on every rank: a UserError as it is, anything else as RuntimeError on
+    the other ranks.
+    """
+    if world_size() == 1:
+        return function()
+    value: Any = None
+    failure: BaseException | None = None
+    if is_main():
+        try:
+            value = function()
+        except BaseException as error:
+            failure = error
+    value, told = broadcast_object((value, _as_message(failure)))
+    if failure is not None:
+        raise failure
+    if told is not None:
+        raise _from_message(told)
+    return value
+
+
+# an exception whose constructor takes other arguments than its message does not survive pickling
+ErrorMessage = tuple[type[UserError], tuple[Any, ...], dict[str, Any]]
+
+
+def _as_message(error: BaseException | None) -> ErrorMessage | str | None:
+    if isinstance(error, UserError):
+        return type(error), error.args, vars(error)
+    return None if error is None else f"rank 0 failed: {error!r}"
+
+
+def _from_message(told: ErrorMessage | str) -> BaseException:
+    if isinstance(told, str):
+        return RuntimeError(told)
+    kind, arguments, attributes = told
+    error = kind.__new__(kind, *arguments)
+    error.__dict__.update(attributes)
+    return error
+
+
+def sum_over_ranks(values: Tensor) -> Tensor:
+    """Return the sum of `values` over all ranks, a new tensor on their device."""
+    total = values.detach().cpu().clone()
+    if world_size() > 1:
+        dist.all_reduce(total, group=_control_group)
+    return total.to(values.device)

@@ -1,0 +1,50 @@
+"""Being asked to stop: the update under way is finished and saved first."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from slayformer.cli import strip_launcher_arguments
+from slayformer.training import distributed
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class StopSignal:
+    """Within this context SIGINT and SIGTERM only set `received`; a second SIGINT interrupts.
+
+    Outside the main thread, where Python takes no signals, it does nothing.
+    """
+
+    def __init__(self) -> None:
+        self.received = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignal:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._receive) for number in SIGNALS}
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.received = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def resume_command(run_directory: Path) -> str:
+    """Return the command that goes on with this run, the overrides of this one included."""
+    own = sys.argv[1:] if Path(sys.argv[0]).name == "train.py" else []
+    ours = ("resume", "run_directory")
+    kept = [a for a in strip_launcher_arguments(own) if a.split("=")[0] not in ours]
+    world = distributed.world_size()
+    start = ["python"] if world == 1 else ["deepspeed", "--num_accelerators", str(world)]
+    return shlex.join([*start, "train.py", *kept, "resume=auto", f"run_directory={run_directory}"])

@@ -1,0 +1,196 @@
+"""What a run tells while it works: metrics.jsonl, a live line or plain ones, wandb if asked.
+
+Only rank 0 has a RunLog. metrics.jsonl is the truth; wandb repeats it and may fail without harm.
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+
+from slayformer.config import LoggingConfig
+from slayformer.data.shards import write_atomically
+from slayformer.errors import UserError
+from slayformer.training.budget import Plan
+from slayformer.training.run_directory import write_json
+
+METRICS_FILE = "metrics.jsonl"
+
+
+def read_metrics(path: Path, *, up_to_update: int, last_update: int) -> list[str]:
+    """Return the lines of a metrics file that a run resumed after `up_to_update` goes on from.
+
+    A line that a killed run left half-written is no record, and the validation after the
+    `last_update` of the plan is done again.
+    """
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            record = json.loads(line)
+            again = record["kind"] == "validation" and record["update"] == last_update
+            if record["update"] <= up_to_update and not again:
+                kept.append(line)
+        except (ValueError, KeyError):
+            continue
+    return kept
+
+
+class RunLog:
+    """Writes the records of a run: use it as a context, then call `train` and `validation`.
+
+    `earlier` are the lines of metrics.jsonl that a resumed run goes on from; the file is cut to
+    them. `wandb_id` is the run they went to, `settings` the configuration shown there.
+    """
+
+    def __init__(
+        self,
+        run_directory: Path,
+        plan: Plan,
+        config: LoggingConfig,
+        *,
+        earlier: list[str],
+        settings: dict[str, Any],
+        wandb_id: str | None,
+        console: Console,
+    ) -> None:
+        path = run_directory / METRICS_FILE
+        write_atomically(path, [f"{line}\n".encode() for line in earlier])
+        self._file = path.open("a", encoding="utf-8")
+        self._plan, self._every_updates = plan, config.every_updates
+        self._wandb = _Wandb(run_directory, config, settings, wandb_id, console)
+        self.console = console
+        self._progress = Progress(
+            TextColumn("update {task.completed:,}/{task.total:,}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[told]}"),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task: TaskID = self._progress.add_task("", total=plan.updates, told="")
+
+    def __enter__(self) -> RunLog:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._progress.stop()
+        self._file.close()
+        self._wandb.finish()
+
+    @property
+    def wandb_id(self) -> str | None:
+        """The wandb run these records go to, None without one."""
+        return self._wandb.id
+
+    def train(self, record: dict[str, Any], *, mean_tokens_per_second: float) -> None:
+        """Write the record of an update, and tell it in the live line or every so many updates."""
+        self._write({"kind": "train", **record})
+        update, left = record["update"], self._plan.tokens - record["tokens"]
+        seconds_left = round(max(left, 0) / mean_tokens_per_second)
+        told = (
+            f"loss {record['loss']:.4f} nats/token  {record['tokens_per_second']:,.0f} tokens/s  "
+            f"learning rate {record['learning_rate']:.2e}  left {timedelta(seconds=seconds_left)}"
+        )
+        self._progress.update(self._task, completed=update, told=told)
+        due = update % self._every_updates == 0 or update in (1, self._plan.updates)
+        if due and not self.console.is_terminal:
+            self.say(f"update {update:,}/{self._plan.updates:,}  {told}")
+
+    def validation(self, record: dict[str, Any]) -> None:
+        """Write and tell the record of a validation."""
+        self._write({"kind": "validation", **record})
+        self.say(
+            f"validation after update {record['update']:,}: loss {record['loss']:.4f} nats/token, "
+            f"perplexity {record['perplexity']:,.2f}, {record['bits_per_byte']:.4f} bits/byte, "
+            f"{record['scored_tokens']:,} tokens"
+        )
+
+    def summary(self, summary: dict[str, Any], *, sample: str | None, checkpoint: Path) -> None:
+        """Write summary.json and tell how the run ended."""
+        directory = Path(self._file.name).parent
+        write_json(directory / "summary.json", summary)
+        if sample is not None:
+            self.say(f"\nsample:\n{sample}\n")
+        unigram, peak = summary["unigram_loss"], summary["peak_memory_bytes"] / 2**20
+        self.say(f"validation loss        {summary['validation_loss']:.4f} nats/token")
+        self.say(f"unigram cross entropy  {unigram:.4f} nats/token (ignoring all context)")
+        self.say(f"speed                  {summary['tokens_per_second']:,.0f} tokens/s")
+        self.say(f"peak memory            {peak:,.0f} MiB per device")
+        self.say(f"run directory          {directory}")
+        self.say(f"checkpoint             {checkpoint}")
+
+    def say(self, line: str) -> None:
+        """Print one line as it is, above the live line."""
+        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def _write(self, record: dict[str, Any]) -> None:
+        try:
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise UserError(f"{self._file.name} cannot be written: {error}") from error
+        self._wandb.log(record)
+
+
+class _Wandb:
+    """The wandb run of a log; whatever goes wrong there is told once and then left alone."""
+
+    def __init__(
+        self,
+        run_directory: Path,
+        config: LoggingConfig,
+        settings: dict[str, Any],
+        run_id: str | None,
+        console: Console,
+    ) -> None:
+        self.id: str | None = run_id
+        self._run: Any = None
+        self._console = console
+        if config.wandb == "disabled":
+            return
+        try:
+            import wandb
+
+            self._run = wandb.init(
+                project=config.wandb_project,
+                name=run_directory.name,
+                dir=str(run_directory),
+                mode=config.wandb,  # type: ignore[arg-type]
+                config=settings,
+                id=run_id,
+                resume="allow",
+            )
+            self.id = self._run.id
+        except Exception as error:
+            self._give_up(error)
+
+    def log(self, record: dict[str, Any]) -> None:
+        if self._run is None:
+            return
+        values = {f"{record['kind']}/{key}": value for key, value in record.items()}
+        try:
+            # no step of wandb's: offline it begins anew on resume
+            self._run.log({**values, "update": record["update"], "tokens": record["tokens"]})
+        except Exception as error:
+            self._give_up(error)
+
+    def finish(self) -> None:
+        if self._run is None:
+            return
+        try:
+            self._run.finish()
+        except Exception as error:
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        self._run = None
+        self._console.print(
+            f"warning: wandb failed ({error}); training goes on, metrics.jsonl has everything",
+            markup=False,
+            soft_wrap=True,
+        )

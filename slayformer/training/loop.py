@@ -1,0 +1,293 @@
+"""Training from a configuration to a summary: plan, data, model, updates, checkpoints."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from slayformer.config import TrainConfig, attention_name, to_plain
+from slayformer.data.tokenizer import vocabulary_size
+from slayformer.errors import UserError
+from slayformer.evaluation.loss import LossTotals, score
+from slayformer.model.gpt2 import GPT2
+from slayformer.training import checkpoint, distributed
+from slayformer.training.budget import Plan, make_plan
+from slayformer.training.engine import TrainingEngine
+from slayformer.training.inputs import Inputs, open_inputs
+from slayformer.training.interruption import StopSignal, resume_command
+from slayformer.training.logging import METRICS_FILE, RunLog, read_metrics
+from slayformer.training.meters import Meter, peak_memory_bytes
+from slayformer.training.objective import LanguageModelObjective
+from slayformer.training.plan_table import own_parameters, print_plan
+from slayformer.training.run_directory import (
+    RunStart,
+    changed_settings,
+    git_revision,
+    package_versions,
+    start_run,
+    with_absolute_paths,
+    write_records,
+)
+from slayformer.training.sample import write_sample
+from slayformer.training.schedule import check_schedule, learning_rate
+
+
+def run(config: TrainConfig) -> Path | None:
+    """Train as `config` says and return the run directory; None after a dry run.
+
+    SIGINT or SIGTERM on any rank ends it after the update under way, with a checkpoint. Raises
+    UserError for whatever the user can mend.
+    """
+    config = with_absolute_paths(config)
+    vocabulary = vocabulary_size(config.tokenizer)
+    if config.dry_run:
+        plan = make_plan(config, vocabulary, distributed.planned_world_size())
+        check_schedule(config.schedule, plan.updates)
+        if os.environ.get("RANK", "0") == "0":
+            note = "" if "WORLD_SIZE" in os.environ else " (WORLD_SIZE is not set: planned for one)"
+            print_plan(Console(), plan, config, vocabulary, note)
+        return None
+    distributed.initialize()
+    plan = make_plan(config, vocabulary, distributed.world_size())
+    check_schedule(config.schedule, plan.updates)
+    inputs = open_inputs(config)
+    start = distributed.run_on_main(lambda: start_run(config, plan, inputs.data.tokenizer))
+    training = Training(config, plan, inputs, start)
+    try:
+        with training.log or nullcontext():
+            training.run()
+    finally:
+        training.engine.close()
+    return start.directory
+
+
+class Training:
+    """A run under way. `update` counts the updates done, and so is the index of the next one."""
+
+    def __init__(self, config: TrainConfig, plan: Plan, inputs: Inputs, start: RunStart) -> None:
+        self.config, self.plan, self.inputs = config, plan, inputs
+        self.directory = start.directory
+        state = checkpoint.read_state(start.checkpoint) if start.checkpoint else {}
+        self.update = state.get("update", 0)
+        # a run that branches off another has no checkpoint of its own yet
+        self.saved_update = 0 if start.is_branch else self.update
+        self.meter = Meter(
+            tokens_before=plan.tokens_at(self.update),
+            seconds_before=state.get("training_seconds", 0.0),
+        )
+        self.started = time.monotonic() - state.get("seconds", 0.0)
+        model = GPT2(
+            config.model,
+            config.attention,
+            vocabulary_size=inputs.data.tokenizer.vocabulary_size,
+            seed=config.seed,
+        )
+        objective = LanguageModelObjective(model, config.engine.precision)
+        self.engine = TrainingEngine(objective, config)
+        if start.checkpoint is None:
+            # dropout differs between ranks and follows from the seed
+            draw = np.random.SeedSequence((config.seed, distributed.rank())).generate_state(1)
+            torch.manual_seed(int(draw[0]))
+        else:
+            checkpoint.restore(start.checkpoint, self.engine)
+        distributed.run_on_main(lambda: write_records(start.directory, config, plan))
+        self.log = _open_log(config, plan, inputs, start, state) if distributed.is_main() else None
+
+    def run(self) -> None:
+        """Do the updates that are left, then validate, save and sum up; or stop when asked to."""
+        validate_every = self.config.validation.every_updates
+        save_every = self.config.checkpoint.every_updates
+        self._save()
+        with StopSignal() as stop:
+            while self.update < self.plan.updates:
+                stopping = self._do_update(stop)
+                if self.update == self.plan.updates:
+                    break
+                if stopping:
+                    self._save()
+                    self._say_stopped()
+                    return
+                if validate_every and self.update % validate_every == 0:
+                    self._validate()
+                    self._write_sample()
+                if save_every and self.update % save_every == 0:
+                    self._save()
+            totals = self._validate()
+            sample = self._write_sample()
+            self._save()
+            self._sum_up(totals, sample)
+
+    def _do_update(self, stop: StopSignal) -> bool:
+        """Do one update; return whether any rank has been asked to stop."""
+        self.meter.start_update()
+        samples = self.plan.samples_of(self.update)
+        targets = len(samples) * self.plan.context_length
+        passes = self.plan.micro_batches(self.update, distributed.rank())
+        own_nats = torch.zeros((), dtype=torch.float64, device=self.engine.device)
+        for number, micro_batch in enumerate(passes, start=1):
+            batch = self.inputs.micro_batch(micro_batch, padding_sample=samples[0])
+            nats_BT = self.engine.forward(batch)
+            # every token of the update weighs the same, whatever the passes and ranks
+            loss = nats_BT.sum() * (distributed.world_size() / targets)
+            self.engine.backward(loss, last=number == len(passes))
+            own_nats += nats_BT.detach().sum(dtype=torch.float64)
+        own = torch.tensor([own_nats.item(), float(stop.received)], dtype=torch.float64)
+        nats, stops = distributed.sum_over_ranks(own).tolist()
+        self._must_be_finite("loss", nats, samples)
+        rate = learning_rate(
+            self.update,
+            self.plan.updates,
+            peak=self.config.optimizer.learning_rate,
+            schedule=self.config.schedule,
+        )
+        norm = self.engine.step(rate)
+        self._must_be_finite("gradient norm", norm, samples)
+        tokens_per_second, milliseconds = self.meter.end_update(targets)
+        self.update += 1
+        if self.log is not None:
+            record = {
+                "update": self.update,
+                "tokens": self.plan.tokens_at(self.update),
+                "loss": nats / targets,
+                "learning_rate": rate,
+                "gradient_norm": norm,
+                "tokens_per_second": tokens_per_second,
+                "samples": self.plan.samples_at(self.update),
+                "milliseconds": milliseconds,
+            }
+            self.log.train(record, mean_tokens_per_second=self.meter.tokens_per_second)
+        return stops > 0
+
+    def _must_be_finite(self, what: str, value: float, samples: range) -> None:
+        if not math.isfinite(value):
+            saved = f"update {self.saved_update:,}" if self.saved_update else "none"
+            raise UserError(
+                f"the {what} became {value} in update {self.update + 1:,} (samples "
+                f"{samples[0]:,} to {samples[-1]:,}); newest checkpoint: {saved}; try a lower "
+                f"optimizer.learning_rate or a longer schedule.warmup_updates"
+            )
+
+    def _validate(self) -> LossTotals:
+        """Score the fixed validation windows on all ranks, and write the record."""
+        totals = score(
+            self.engine.objective,
+            self.inputs.validation,
+            windows=self.inputs.windows,
+            batch_samples=self.plan.micro_samples,
+            byte_lengths=self.inputs.data.tokenizer.token_byte_lengths(),
+        )
+        if self.log is not None:
+            self.log.validation(
+                {
+                    "update": self.update,
+                    "tokens": self.plan.tokens_at(self.update),
+                    "loss": totals.loss,
+                    "perplexity": totals.perplexity,
+                    "bits_per_byte": totals.bits_per_byte,
+                    "scored_tokens": totals.tokens,
+                }
+            )
+        return totals
+
+    def _write_sample(self) -> str | None:
+        return write_sample(self.directory, self.engine, self.inputs, self.config, self.update)
+
+    def _save(self) -> None:
+        """Save a checkpoint of this moment, unless there is one."""
+        if self.saved_update == self.update:
+            return
+        state = {
+            "update": self.update,
+            "samples": self.plan.samples_at(self.update),
+            "tokens": self.plan.tokens_at(self.update),
+            "world_size": distributed.world_size(),
+            "zero_stage": self.config.engine.zero_stage,
+            "micro_samples": self.plan.micro_samples,
+            "mechanism": attention_name(self.config.attention),
+            "tokenizer": self.inputs.data.tokenizer.identity,
+            "training_seconds": self.meter.seconds,
+            "seconds": time.monotonic() - self.started,
+            "wandb_id": self.log.wandb_id if self.log is not None else None,
+            "git_revision": git_revision(),
+            "packages": package_versions(),
+        }
+        checkpoint.save_checkpoint(
+            self.directory,
+            self.engine,
+            config=self.config,
+            tokenizer=self.inputs.data.tokenizer,
+            state=state,
+        )
+        self.saved_update = self.update
+
+    def _sum_up(self, totals: LossTotals, sample: str | None) -> None:
+        """Write summary.json and print how it ended."""
+        unigram = distributed.run_on_main(self.inputs.unigram_loss)
+        peak_bytes = max(distributed.gather_objects(peak_memory_bytes(self.engine.device)))
+        if self.log is None:
+            return
+        summary = {
+            "mechanism": attention_name(self.config.attention),
+            "seed": self.config.seed,
+            "updates": self.plan.updates,
+            "tokens": self.plan.tokens_at(self.plan.updates),
+            "parameters": own_parameters(self.engine.objective.model),
+            "validation_loss": totals.loss,
+            "perplexity": totals.perplexity,
+            "bits_per_byte": totals.bits_per_byte,
+            "unigram_loss": unigram,
+            "tokens_per_second": self.meter.tokens_per_second,
+            "peak_memory_bytes": peak_bytes,
+            "seconds": time.monotonic() - self.started,
+            "finished": True,
+        }
+        newest = checkpoint.find_checkpoint(self.directory)
+        self.log.summary(summary, sample=sample, checkpoint=newest)
+
+    def _say_stopped(self) -> None:
+        if self.log is not None:
+            self.log.say(f"stopped and saved after update {self.update:,} of {self.plan.updates:,}")
+            self.log.say(f"resume with: {resume_command(self.directory)}")
+
+
+def _open_log(
+    config: TrainConfig, plan: Plan, inputs: Inputs, start: RunStart, state: dict[str, Any]
+) -> RunLog:
+    """Print what the run will do, and return its log."""
+    console = Console()
+    update = state.get("update", 0)
+    earlier: list[str] = []
+    if start.metrics_from is not None:
+        metrics = start.metrics_from / METRICS_FILE
+        earlier = read_metrics(metrics, up_to_update=update, last_update=plan.updates)
+    log = RunLog(
+        start.directory,
+        plan,
+        config.logging,
+        earlier=earlier,
+        settings=to_plain(config),
+        wandb_id=None if start.is_branch else state.get("wandb_id"),
+        console=console,
+    )
+    print_plan(console, plan, config, inputs.data.tokenizer.vocabulary_size)
+    epochs = plan.samples / inputs.train.windows
+    log.say(
+        f"data: {len(inputs.data.train):,} training tokens ({epochs:.2f} epochs), "
+        f"{inputs.windows:,} validation windows of {plan.context_length:,} tokens"
+    )
+    log.say(f"run directory: {start.directory}")
+    if start.checkpoint is not None:
+        log.say(f"going on after update {update:,} from {start.checkpoint}")
+        for change in changed_settings(start.checkpoint, config):
+            log.say(f"changed since then: {change}")
+    elif config.resume == "auto":
+        log.say("no checkpoint there yet: starting anew")
+    return log

@@ -1,0 +1,261 @@
+"""Where a run lives: made once, by rank 0, or found again to go on from its checkpoint."""
+
+from __future__ import annotations
+
+import functools
+import json
+import platform
+import subprocess
+import time
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+
+import slayformer
+from slayformer.config import SourceConfig, TrainConfig, attention_name, to_plain
+from slayformer.data.tokenizer import Tokenizer
+from slayformer.errors import CheckpointError, ConfigError, UserError
+from slayformer.training.budget import Plan
+from slayformer.training.checkpoint import (
+    FOLDER,
+    LATEST,
+    find_checkpoint,
+    read_config,
+    read_state,
+    verify_checkpoint,
+)
+
+# one of these in a folder means that a run lives there
+RECORDS = ("config.yaml", "plan.json", "metrics.jsonl", FOLDER)
+PACKAGES = ("torch", "deepspeed", "numpy", "tiktoken", "tokenizers", "datasets", "wandb")
+
+
+@dataclass(frozen=True)
+class RunStart:
+    """The run directory, and the checkpoint the run goes on from (None: from the beginning).
+
+    `metrics_from` is the run whose metrics go on, another one if this run branches off it.
+    """
+
+    directory: Path
+    checkpoint: Path | None = None
+    metrics_from: Path | None = None
+
+    @property
+    def is_branch(self) -> bool:
+        """Whether the checkpoint is one of another run."""
+        return self.checkpoint is not None and self.metrics_from != self.directory
+
+
+def with_absolute_paths(config: TrainConfig) -> TrainConfig:
+    """Return `config` with every local path absolute, so that it means the same from anywhere."""
+
+    def absolute(path: str) -> str:
+        return str(Path(path).expanduser().absolute())
+
+    def local(source: SourceConfig) -> SourceConfig:
+        if source.path is None:
+            return source
+        if source.kind != "text" and not Path(source.path).expanduser().exists():
+            return source
+        return replace(source, path=absolute(source.path))
+
+    data, separate = config.data, config.data.validation_source
+    return replace(
+        config,
+        data=replace(
+            data,
+            source=local(data.source),
+            validation_source=None if separate is None else local(separate),
+            cache_directory=absolute(data.cache_directory),
+        ),
+        resume=config.resume if config.resume in (None, "auto") else absolute(config.resume),
+        run_directory=None if config.run_directory is None else absolute(config.run_directory),
+    )
+
+
+def start_run(config: TrainConfig, plan: Plan, tokenizer: Tokenizer) -> RunStart:
+    """Return where the run lives and what it goes on from; makes a new directory if it needs one.
+
+    Call it on rank 0 alone. Raises UserError if the directory cannot be made or holds another run,
+    CheckpointError if there is nothing sound to resume.
+    """
+    if config.resume is None:
+        return RunStart(_make_directory(config))
+    if config.resume == "auto":
+        assert config.run_directory is not None
+        directory = Path(config.run_directory)
+        if not (directory / FOLDER / LATEST).exists():
+            _make(directory, exist_ok=True)
+            return RunStart(directory)
+        checkpoint = find_checkpoint(directory)
+    else:
+        checkpoint = find_checkpoint(Path(config.resume))
+    verify_checkpoint(checkpoint)
+    check_fits(checkpoint, config, plan, tokenizer)
+    home = checkpoint.parent.parent if checkpoint.parent.name == FOLDER else None
+    if home is None and config.run_directory is None:
+        raise CheckpointError(f"{checkpoint} is not inside a run; give run_directory=NEW_FOLDER")
+    if home is not None and config.run_directory in (None, str(home)):
+        newest = find_checkpoint(home)
+        if newest.name != checkpoint.name:
+            raise CheckpointError(
+                f"{checkpoint} is not the newest of its run ({newest.name} is); to branch off "
+                f"there give run_directory=NEW_FOLDER"
+            )
+        return RunStart(home, checkpoint, home)
+    return RunStart(_make_directory(config), checkpoint, home)
+
+
+def check_fits(path: Path, config: TrainConfig, plan: Plan, tokenizer: Tokenizer) -> None:
+    """Raise CheckpointError unless a run of `config` can go on from checkpoint `path`.
+
+    Model, mechanism, tokenizer, seed, ZeRO stage and world size must be as they were, and `plan`
+    must have seen as many samples at that update.
+    """
+    state, saved, asked = read_state(path), to_plain(read_config(path)), to_plain(config)
+    if state["world_size"] != plan.world_size:
+        raise CheckpointError(
+            f"{path} was saved by {state['world_size']} processes and resumes on as many, not on "
+            f"{plan.world_size}"
+        )
+    for field in ("model", "attention", "tokenizer", "seed", "engine.zero_stage"):
+        before, now = _select(saved, field), _select(asked, field)
+        if before != now:
+            raise CheckpointError(f"{path} was saved with {field}={before}, which is not {now}")
+    if state["tokenizer"] != tokenizer.identity:
+        raise CheckpointError(f"{path} was saved with a {tokenizer.name} tokenizer of other text")
+    update, samples = state["update"], state["samples"]
+    if update > plan.updates or plan.samples_at(update) != samples:
+        raise CheckpointError(
+            f"{path} has seen {samples:,} samples in {update:,} updates, which the plan of this "
+            f"batch and budget ({plan.samples:,} samples in {plan.updates:,} updates) never does"
+        )
+
+
+def changed_settings(path: Path, config: TrainConfig) -> list[str]:
+    """Return `field before -> now` for what `config` has changed since checkpoint `path`."""
+    before, now = _flat(to_plain(read_config(path))), _flat(to_plain(config))
+    ignored = {"run_directory", "resume", "dry_run"}
+    return [
+        f"{field} {before.get(field)} -> {now.get(field)}"
+        for field in sorted(before.keys() | now.keys())
+        if field not in ignored and before.get(field) != now.get(field)
+    ]
+
+
+def write_records(directory: Path, config: TrainConfig, plan: Plan) -> None:
+    """Write config.yaml, plan.json and environment.json; a summary of an earlier end goes.
+
+    Raises UserError if the directory cannot be written to.
+    """
+    try:
+        (directory / "summary.json").unlink(missing_ok=True)
+        OmegaConf.save(OmegaConf.create(to_plain(config)), directory / "config.yaml")
+        write_json(directory / "plan.json", plan.to_plain())
+        write_json(directory / "environment.json", describe_environment())
+    except OSError as error:
+        raise UserError(f"run_directory={directory}: cannot be written: {error}") from error
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write `content` to `path` as JSON."""
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def describe_environment() -> dict[str, Any]:
+    """Return versions, device and git revision of this process, as environment.json holds them."""
+    cuda = torch.cuda.is_available()
+    return {
+        "slayformer": slayformer.__version__,
+        "git_revision": git_revision(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "device": torch.cuda.get_device_name() if cuda else platform.processor() or "cpu",
+        "threads": torch.get_num_threads(),
+        "packages": package_versions(),
+    }
+
+
+def package_versions() -> dict[str, str]:
+    """Return the versions of the packages that shape a run; those not installed are left out."""
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return versions
+
+
+@functools.cache
+def git_revision() -> str | None:
+    """Return the commit this code started from, `+changes` if edited; None outside a clone."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(package), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+        return done.stdout.strip()
+
+    package = Path(slayformer.__file__).parent
+    try:
+        # installed inside somebody else's repository it is not a file of theirs
+        git("ls-files", "--error-unmatch", "__init__.py")
+        changed = git("status", "--porcelain", "--untracked-files=no", ".")
+        return git("rev-parse", "HEAD") + ("+changes" if changed else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _make_directory(config: TrainConfig) -> Path:
+    """Make the directory of a new run, under a name nobody else has."""
+    if config.run_directory is not None:
+        directory = Path(config.run_directory)
+        there = [name for name in RECORDS if (directory / name).exists()]
+        if there:
+            hint = f"already holds a run ({there[0]}); go on with resume=auto, or name another"
+            raise ConfigError("run_directory", directory, hint)
+        _make(directory, exist_ok=True)
+        return directory
+    name = f"{attention_name(config.attention)}-{time.strftime('%Y%m%d-%H%M%S')}"
+    number = 1
+    while True:
+        directory = Path("runs").absolute() / (name if number == 1 else f"{name}-{number}")
+        if _make(directory, exist_ok=False):
+            return directory
+        number += 1
+
+
+def _make(directory: Path, *, exist_ok: bool) -> bool:
+    """Make `directory`; return False if it is there and may not be."""
+    try:
+        directory.mkdir(parents=True, exist_ok=exist_ok)
+    except FileExistsError:
+        if directory.is_dir():
+            return False
+        raise ConfigError("run_directory", directory, "there is a file of that name") from None
+    except OSError as error:
+        hint = f"cannot be made ({error.strerror}); name a folder you may write to"
+        raise ConfigError("run_directory", directory, hint) from error
+    return True
+
+
+def _select(plain: dict[str, Any], field: str) -> Any:
+    value: Any = plain
+    for name in field.split("."):
+        value = value[name]
+    return value
+
+
+def _flat(plain: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in plain.items():
+        if isinstance(value, dict):
+            flat.update(_flat(value, f"{prefix}{key}."))
+        else:
+            flat[prefix + key] = value
+    return flat

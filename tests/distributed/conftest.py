@@ -1,0 +1,197 @@
+"""Launches of real processes over gloo, and what they are compared with."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).resolve().parents[2]
+LAUNCH_SECONDS = 240
+
+TINY = [
+    *("attention=slay", "tokenizer=bytes", "data=text", "data.validation_fraction=0.3"),
+    *("model.layers=2", "model.heads=2", "model.width=32", "model.context_length=16"),
+    *("optimizer.learning_rate=3e-3", "schedule.warmup_updates=3"),
+    *("validation.tokens=160", "validation.every_updates=8", "logging.sample_tokens=4"),
+]
+
+
+# 2, 4, 6, 8 samples over the first ten updates, then 8; 3 are left for the last: 20 updates
+RAMP_SIZES = [2] * 4 + [4] * 3 + [6] * 3 + [8] * 9 + [3]
+RAMP = [
+    *("batch.samples_per_update=8", "batch.micro_samples=2"),
+    "batch.ramp={start_samples: 2, increment_samples: 2, updates: 10}",
+    *("budget=samples", f"budget.samples={sum(RAMP_SIZES)}"),
+]
+TWENTY = ["batch.samples_per_update=8", "budget=updates", "budget.updates=20"]
+LONG = [
+    *("batch.samples_per_update=8", "model.dropout=0.1"),
+    *("budget=updates", "budget.updates=150"),
+]
+# (ZeRO stage, passes per update)
+RESUMED = [(0, 1), (0, 4), (1, 4), (2, 1), (2, 4), (3, 4)]
+
+
+@pytest.fixture(scope="session")
+def tiny(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Return the overrides of a tiny run; every launch shares one cache of tokens."""
+    cache = tmp_path_factory.mktemp("cache")
+    return [*TINY, f"data.source.path={text_folder}", f"data.cache_directory={cache}"]
+
+
+def read_metrics(directory: Path, key: str) -> list[float]:
+    """Return that number in every training record of a run."""
+    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    return [record[key] for record in records if record["kind"] == "train"]
+
+
+@pytest.fixture(scope="session")
+def metrics() -> Callable[[Path, str], list[float]]:
+    """Return `read_metrics`."""
+    return read_metrics
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a launch of `world_size` processes left in `folder`, a run a case.
+
+    `cases` holds the overrides of each.
+    """
+
+    world_size: int
+    folder: Path
+    cases: dict[str, list[str]]
+
+    def metrics(self, case: str, key: str) -> list[float]:
+        """Return that number in every training record of a case."""
+        return read_metrics(self.folder / case, key)
+
+    def weights(self, case: str, update: int = 20) -> dict[str, torch.Tensor]:
+        """Return what a case saved after `update`."""
+        name = f"update_{update:07d}"
+        return load_file(self.folder / case / "checkpoints" / name / "model.safetensors")
+
+    def digests(self, case: str) -> list[dict[str, str]]:
+        """Return the digests of the tensors that each rank had at the end of a case."""
+        told = [self.folder / f"{case}-{rank}.json" for rank in range(self.world_size)]
+        return [json.loads(path.read_text()) for path in told]
+
+
+def cases(tiny: list[str], folder: Path, world_size: int) -> dict[str, list[str]]:
+    """Return the overrides of every run that the tests compare, by name."""
+    runs = {f"ramp-{stage}": [*RAMP, f"engine.zero_stage={stage}"] for stage in range(4)}
+    for stage in (0, 2):
+        unclipped = [f"engine.zero_stage={stage}", "optimizer.gradient_clipping=0"]
+        runs[f"unclipped-{stage}"] = [*RAMP, *unclipped]
+    runs["bf16-2"] = [*RAMP, "engine.zero_stage=2", "engine.precision=bf16"]
+    for stage, passes in RESUMED:
+        overrides = [
+            *(*TWENTY, "model.dropout=0.1", f"engine.zero_stage={stage}"),
+            f"batch.micro_samples={8 // world_size // passes}",
+        ]
+        whole = f"whole-{stage}-{passes}"
+        runs[whole] = [*overrides, "checkpoint.every_updates=10"]
+        saved = folder / whole / "checkpoints" / "update_0000010"
+        runs[f"resumed-{stage}-{passes}"] = [*overrides, f"resume={saved}"]
+    runs["finished"] = [*runs["whole-2-4"], f"resume={folder / 'whole-2-4'}"]
+    runs["long"] = [*LONG, "engine.zero_stage=2", f"batch.micro_samples={4 // world_size}"]
+    return {name: [*tiny, *overrides] for name, overrides in runs.items()}
+
+
+@pytest.fixture(scope="session", params=[1, 2], ids=["1 process", "2 processes"])
+def launch(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    run_command: Any,
+    tiny: list[str],
+) -> Launch:
+    """Return one launch of `train_worker.py` that has trained all cases one after another."""
+    folder = tmp_path_factory.mktemp(f"launch{request.param}")
+    runs = cases(tiny, folder, request.param)
+    (folder / "cases.json").write_text(json.dumps(runs))
+    worker = str(Path(__file__).with_name("train_worker.py"))
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={request.param}"]
+    start = launcher if request.param > 1 else []
+    finished = run_command(
+        [*start, worker, str(folder / "cases.json"), str(folder)], timeout_s=LAUNCH_SECONDS
+    )
+    assert finished.code == 0, finished.stdout[-2000:] + finished.stderr[-4000:]
+    return Launch(request.param, folder, runs)
+
+
+@pytest.fixture
+def free_port() -> int:
+    """Return a port that nobody listens on right now."""
+    return find_free_port()
+
+
+def find_free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+Processes = list[subprocess.Popen[str]]
+StartRanks = Callable[..., Processes]
+
+
+@pytest.fixture
+def start_ranks() -> Iterator[StartRanks]:
+    """Return `start(arguments, world_size, file_limit_bytes=None)`: processes without a launcher.
+
+    One process is started plainly, without any variable of a launcher. They are killed at the end
+    of the test if they still run.
+    """
+    started: Processes = []
+
+    def start(
+        arguments: list[str], world_size: int, file_limit_bytes: int | None = None
+    ) -> Processes:
+        def limit() -> None:
+            if file_limit_bytes is not None:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit_bytes, file_limit_bytes))
+
+        port = str(find_free_port())
+        for rank in range(world_size):
+            variables = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(world_size),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+            }
+            if world_size == 1:
+                variables = {}
+            environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+            started.append(
+                subprocess.Popen(
+                    [sys.executable, str(ROOT / "train.py"), *arguments],
+                    env={**environment, **variables},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    preexec_fn=limit,
+                )
+            )
+        return started[-world_size:]
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+        if process.stdout is not None:
+            process.stdout.close()

@@ -1,0 +1,148 @@
+"""The commands people use: launchers, signals, a full disk, a diverging run."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slayformer.training.checkpoint import find_checkpoint, verify_checkpoint
+
+pytestmark = pytest.mark.slow
+
+LAUNCH_SECONDS = 240
+Processes = list[subprocess.Popen[str]]
+
+SHORT = ["batch.samples_per_update=8", "budget=updates", "budget.updates=6"]
+
+
+@pytest.mark.parametrize("options", [[], ["--no_local_rank"]], ids=["local rank", "no local rank"])
+def test_deepspeed_command_leaves_one_run(
+    run_command: Any,
+    tiny: list[str],
+    metrics: Any,
+    free_port: int,
+    tmp_path: Path,
+    options: list[str],
+) -> None:
+    launcher = ["deepspeed", "--num_accelerators", "2", "--master_port", str(free_port)]
+    command = [*launcher, *options, "train.py", *tiny, *SHORT, "checkpoint.every_updates=3"]
+    finished = run_command(command, cwd=tmp_path, timeout_s=LAUNCH_SECONDS)
+    assert finished.code == 0, finished.stdout[-2000:] + finished.stderr[-4000:]
+    (directory,) = (tmp_path / "runs").iterdir()
+    assert [path.name for path in tmp_path.rglob("metrics.jsonl")] == ["metrics.jsonl"]
+    assert metrics(directory, "update") == [1, 2, 3, 4, 5, 6]
+    summary = json.loads((directory / "summary.json").read_text())
+    assert summary["finished"] is True
+    assert summary["updates"] == 6
+    plan = json.loads((directory / "plan.json").read_text())
+    assert plan["world_size"] == 2
+    # rank 0 alone talks
+    assert finished.stdout.count("update 6/6") == 1
+    newest = find_checkpoint(directory)
+    assert newest.name == "update_0000006"
+    assert {"rng_rank_00000.safetensors", "rng_rank_00001.safetensors"} <= set(
+        verify_checkpoint(newest)["files"]
+    )
+
+
+def wait_for_updates(directory: Path, updates: int, processes: Processes) -> None:
+    """Return once the run in `directory` has told of so many updates."""
+    deadline = time.monotonic() + LAUNCH_SECONDS
+    while time.monotonic() < deadline:
+        assert all(process.poll() is None for process in processes), "ended too early"
+        told = directory / "metrics.jsonl"
+        if told.exists() and told.read_text().count("\n") >= updates:
+            return
+        time.sleep(0.01)
+    raise TimeoutError(f"no {updates} updates in {directory}")
+
+
+def ends(processes: Processes) -> list[tuple[int, str]]:
+    """Wait for all processes; return exit code and output of each."""
+    outputs = [process.communicate(timeout=LAUNCH_SECONDS)[0] for process in processes]
+    return [(process.returncode, out) for process, out in zip(processes, outputs, strict=True)]
+
+
+def test_asked_to_stop_it_saves_and_goes_on_bit_for_bit(
+    launch: Any, start_ranks: Any, metrics: Any, tmp_path: Path
+) -> None:
+    world_size, stopped = launch.world_size, tmp_path / "stopped"
+    processes = start_ranks([*launch.cases["long"], f"run_directory={stopped}"], world_size)
+    wait_for_updates(stopped, 5, processes)
+    # Ctrl-C for one process; under a launcher any rank may be told
+    processes[-1].send_signal(signal.SIGINT if world_size == 1 else signal.SIGTERM)
+    told = ends(processes)
+    assert [code for code, _ in told] == [0] * world_size, told[0][1]
+    (done,) = re.findall(r"stopped and saved after update (\d+) of 150", told[0][1])
+    assert 5 <= int(done) < 150
+    assert find_checkpoint(stopped).name == f"update_{int(done):07d}"
+    assert not (stopped / "summary.json").exists()
+
+    (command,) = re.findall(r"resume with: (.+)", told[0][1])
+    arguments = shlex.split(command)
+    arguments = arguments[arguments.index("train.py") + 1 :]
+    assert arguments[-2:] == ["resume=auto", f"run_directory={stopped}"]
+    told = ends(start_ranks(arguments, world_size))
+    assert [code for code, _ in told] == [0] * world_size, told[0][1]
+    for key in ("update", "loss", "gradient_norm"):
+        assert metrics(stopped, key) == launch.metrics("long", key)
+    assert json.loads((stopped / "summary.json").read_text())["finished"] is True
+
+
+def test_full_disk_keeps_the_earlier_checkpoint_on_all_ranks(
+    launch: Any, start_ranks: Any, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(launch.folder / "whole-2-4", run)
+    before = sorted(path.name for path in (run / "checkpoints").iterdir())
+    longer = [*launch.cases["whole-2-4"], "budget.updates=22", f"run_directory={run}"]
+    # files may not grow beyond this: the shards of the optimizer do, the metrics do not
+    started = start_ranks([*longer, "resume=auto"], launch.world_size, file_limit_bytes=50_000)
+    told = ends(started)
+    assert [code for code, _ in told] == [2] * launch.world_size, told[0][1]
+    assert re.search(r"error: no checkpoint could be saved in .* could not be written", told[0][1])
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == before
+    newest = find_checkpoint(run)
+    assert newest.name == "update_0000020"
+    verify_checkpoint(newest)
+
+
+def test_a_diverging_run_stops_and_names_the_samples(
+    run_command: Any, tiny: list[str], tmp_path: Path
+) -> None:
+    finished = run_command(
+        [
+            *("train.py", *tiny, *SHORT, "checkpoint.every_updates=1"),
+            *("optimizer.learning_rate=1e30", f"run_directory={tmp_path}/run"),
+        ]
+    )
+    assert finished.code == 2
+    (error,) = [line for line in finished.stderr.splitlines() if "error" in line]
+    found = re.search(r"in update (\d) \(samples (\d+) to (\d+)\).*checkpoint: update (\d)", error)
+    assert found, error
+    update, first, last, saved = map(int, found.groups())
+    assert (first, last, saved) == (8 * update - 8, 8 * update - 1, update - 1)
+    assert find_checkpoint(tmp_path / "run").name == f"update_{saved:07d}"
+    assert not (tmp_path / "run" / "summary.json").exists()
+
+
+def test_mistakes_are_one_line(run_command: Any, tiny: list[str], tmp_path: Path) -> None:
+    """Two of them through the whole command; the rest are tested where they are found."""
+    (tmp_path / "file").write_text("")
+    for override, message in {
+        f"run_directory={tmp_path}/file/run": "run_directory=.*cannot be made",
+        f"resume={tmp_path}/nowhere": "no checkpoint at .*nowhere",
+    }.items():
+        finished = run_command(["train.py", *tiny, *SHORT, override])
+        assert finished.code == 2
+        (line,) = [text for text in finished.stderr.splitlines() if text.startswith("error:")]
+        assert re.search(message, line)

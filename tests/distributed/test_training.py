@@ -1,0 +1,187 @@
+"""One and two processes, every ZeRO stage: the same training as a plain PyTorch loop, and resumed.
+
+Each world size is one launch of `train_worker.py`, which trains all cases one after another.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from slayformer.cli import compose
+from slayformer.config import load_config
+from slayformer.data.loader import WindowLoader
+from slayformer.data.prepare import prepare
+from slayformer.model.gpt2 import GPT2
+
+pytestmark = pytest.mark.slow
+
+STAGES = (0, 1, 2, 3)
+RAMP_SIZES = [2] * 4 + [4] * 3 + [6] * 3 + [8] * 9 + [3]
+# (ZeRO stage, passes per update)
+RESUMED = [(0, 1), (0, 4), (1, 4), (2, 1), (2, 4), (3, 4)]
+
+
+Curve = tuple[list[float], list[float], dict[str, torch.Tensor]]
+
+
+def plain_loop(tiny: list[str], *, clipping: float) -> Curve:
+    """Return losses, gradient norms and weights of the ramp in PyTorch alone, without our parts.
+
+    Only model, tokens and their order are shared with the code under test.
+    """
+    config = load_config(compose("train", tiny))
+    data = prepare(config.data, config.tokenizer)
+    loader = WindowLoader(
+        data.train, context_length=16, seed=0, end_of_text=data.tokenizer.end_of_text
+    )
+    model = GPT2(config.model, config.attention, vocabulary_size=257, seed=0)
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
+        betas=(0.9, 0.95),
+        eps=1e-8,
+        foreach=False,
+    )
+    losses, norms, seen = [], [], 0
+    for update, size in enumerate(RAMP_SIZES):
+        batch = loader.batch(range(seen, seen + size))
+        seen += size
+        logits = model.logits(model(batch.ids_BT)[0])
+        loss = F.cross_entropy(logits.flatten(0, 1), batch.targets_BT.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), clipping)))
+        # 3 updates of warm-up to 3e-3, then linearly to 0 in the last of 20
+        rate = 3e-3 * ((update + 1) / 3 if update < 3 else (19 - update) / 17)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, norms, model.state_dict()
+
+
+@pytest.fixture(scope="module")
+def clipped(tiny: list[str]) -> Curve:
+    return plain_loop(tiny, clipping=1.0)
+
+
+@pytest.fixture(scope="module")
+def unclipped(tiny: list[str]) -> Curve:
+    return plain_loop(tiny, clipping=float("inf"))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_ramp_with_accumulation_equals_the_plain_loop(
+    launch: Any, clipped: Curve, stage: int
+) -> None:
+    losses, norms, weights = clipped
+    case = f"ramp-{stage}"
+    assert launch.metrics(case, "samples") == [sum(RAMP_SIZES[: n + 1]) for n in range(20)]
+    assert launch.metrics(case, "loss") == pytest.approx(losses, rel=0, abs=1e-5)
+    assert launch.metrics(case, "gradient_norm") == pytest.approx(norms, rel=1e-4)
+    # clipping took part
+    assert max(norms) > 1
+    saved = launch.weights(case)
+    assert saved.keys() == weights.keys()
+    for name, tensor in saved.items():
+        torch.testing.assert_close(tensor, weights[name], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_clipping_can_be_turned_off(
+    launch: Any, clipped: Curve, unclipped: Curve, stage: int
+) -> None:
+    case = f"unclipped-{stage}"
+    assert launch.metrics(case, "loss") == pytest.approx(unclipped[0], rel=0, abs=1e-5)
+    assert launch.metrics(case, "gradient_norm") == pytest.approx(unclipped[1], rel=1e-4)
+    assert max(abs(a - b) for a, b in zip(clipped[0], unclipped[0], strict=True)) > 1e-3
+
+
+def test_bf16_stays_near_fp32(launch: Any, clipped: Curve) -> None:
+    losses = launch.metrics("bf16-2", "loss")
+    assert losses == pytest.approx(clipped[0], rel=0.01)
+    assert losses != pytest.approx(clipped[0], rel=0, abs=1e-6)
+    assert all(tensor.dtype == torch.float32 for tensor in launch.weights("bf16-2").values())
+
+
+@pytest.mark.parametrize(("stage", "passes"), RESUMED)
+def test_ten_updates_and_ten_resumed_are_twenty_bit_for_bit(
+    launch: Any, stage: int, passes: int
+) -> None:
+    whole, resumed = (f"{kind}-{stage}-{passes}" for kind in ("whole", "resumed"))
+    plan = json.loads((launch.folder / whole / "plan.json").read_text())
+    assert [segment["accumulation"] for segment in plan["segments"]] == [passes]
+    for key in ("update", "tokens", "samples", "loss", "gradient_norm", "learning_rate"):
+        values = launch.metrics(whole, key)
+        assert len(values) == 20
+        assert launch.metrics(resumed, key) == values
+    weights, again = launch.weights(whole), launch.weights(resumed)
+    for name, tensor in weights.items():
+        assert torch.equal(tensor, again[name]), name
+    head = "token_embedding.weight"
+    assert not torch.equal(weights[head], launch.weights(whole, update=10)[head])
+
+
+def test_a_branch_off_a_finished_run_scores_the_same(launch: Any) -> None:
+    summaries = [
+        json.loads((launch.folder / case / "summary.json").read_text())
+        for case in ("whole-2-4", "finished")
+    ]
+    for key in ("validation_loss", "unigram_loss", "updates", "tokens", "parameters"):
+        assert summaries[0][key] == summaries[1][key]
+    assert launch.metrics("finished", "loss") == launch.metrics("whole-2-4", "loss")
+    before, after = (launch.weights(case) for case in ("whole-2-4", "finished"))
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_validation_and_samples_on_the_way(
+    launch: Any, clipped: Curve, tiny: list[str], stage: int
+) -> None:
+    config = load_config(compose("train", tiny))
+    data = prepare(config.data, config.tokenizer)
+    model = GPT2(config.model, config.attention, vocabulary_size=257, seed=0)
+    model.load_state_dict(clipped[2])
+    tokens = torch.from_numpy(data.validation.read(0, 161))
+    with torch.no_grad():
+        logits = model.logits(model(tokens[:-1].view(10, 16))[0])
+    loss = F.cross_entropy(logits.flatten(0, 1), tokens[1:]).item()
+    directory = launch.folder / f"ramp-{stage}"
+    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    validations = [record for record in records if record["kind"] == "validation"]
+    assert [record["update"] for record in validations] == [8, 16, 20]
+    assert [record["scored_tokens"] for record in validations] == [160] * 3
+    assert validations[-1]["loss"] == pytest.approx(loss, abs=1e-5)
+    samples = (directory / "samples.txt").read_text()
+    # the prompt is cut to half a context
+    assert re.findall(r"^--- after update (\d+) ---\ncitizens", samples, re.M) == ["8", "16", "20"]
+
+
+def test_dropout_took_part(launch: Any, tiny: list[str]) -> None:
+    # the first loss of the same batch without dropout is another
+    config = load_config(compose("train", tiny))
+    data = prepare(config.data, config.tokenizer)
+    loader = WindowLoader(data.train, context_length=16, seed=0, end_of_text=256)
+    model = GPT2(config.model, config.attention, vocabulary_size=257, seed=0)
+    batch = loader.batch(range(8))
+    logits = model.logits(model(batch.ids_BT)[0])
+    loss = F.cross_entropy(logits.flatten(0, 1), batch.targets_BT.flatten()).item()
+    assert 1e-4 < abs(launch.metrics("whole-0-1", "loss")[0] - loss) < 0.5
+
+
+def test_ranks_hold_the_same_features_and_weights(launch: Any) -> None:
+    first, *others = launch.digests("ramp-2")
+    assert any("attention" in name for name in first)
+    assert any("weight" in name for name in first)
+    assert all(other == first for other in others)
+    first, *others = launch.digests("ramp-3")
+    assert first
+    assert all(other == first for other in others)

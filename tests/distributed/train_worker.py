@@ -1,0 +1,70 @@
+"""One process of a launch that trains many runs: `train_worker.py CASES.json FOLDER`.
+
+CASES.json maps a name to the overrides of a run; each run goes into FOLDER/name. Afterwards every
+rank writes FOLDER/name-RANK.json with a digest of its weights and buffers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from slayformer.cli import compose
+from slayformer.config import load_config
+from slayformer.errors import ConfigError
+from slayformer.training import distributed, engine, loop
+
+# every weight of these tiny models is sharded, as a large one's would be
+engine.STAGE3_WHOLE_BELOW = 0
+
+cases: dict[str, list[str]] = json.loads(Path(sys.argv[1]).read_text())
+folder = Path(sys.argv[2])
+
+
+class Observed(engine.TrainingEngine):
+    """The engine, which tells its buffers and, unless they are sharded, its weights at the end."""
+
+    name = ""
+
+    def close(self) -> None:
+        model = self.objective.model
+        tensors = dict(model.named_buffers())
+        if self.zero_stage < 3:
+            tensors |= dict(model.named_parameters())
+        digests = {
+            name: hashlib.sha256(tensor.detach().numpy().tobytes()).hexdigest()
+            for name, tensor in tensors.items()
+        }
+        told = folder / f"{self.name}-{distributed.rank()}.json"
+        told.write_text(json.dumps(digests))
+        super().close()
+
+
+def talk() -> None:
+    """Check what ranks tell one another."""
+    own, world = distributed.rank(), distributed.world_size()
+    assert distributed.broadcast_object(f"from {own}") == "from 0"
+    assert distributed.gather_objects(own) == list(range(world))
+    total = distributed.sum_over_ranks(torch.tensor([own, 0.1], dtype=torch.float64))
+    assert total.tolist() == [sum(range(world)), 0.1 * world]
+    assert distributed.run_on_main(lambda: distributed.rank()) == 0
+
+    def refuse() -> None:
+        raise ConfigError("field", own, "only rank 0 finds it")
+
+    with pytest.raises(ConfigError, match=r"^field=0: only rank 0 finds it$") as caught:
+        distributed.run_on_main(refuse)
+    assert caught.value.value == 0
+
+
+distributed.initialize()
+talk()
+loop.TrainingEngine = Observed  # type: ignore[misc]
+for name, overrides in cases.items():
+    Observed.name = name
+    loop.run(load_config(compose("train", [*overrides, f"run_directory={folder / name}"])))

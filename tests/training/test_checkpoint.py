@@ -1,0 +1,257 @@
+"""Checkpoints: what is saved comes back, damage is found, a failed save harms nothing.
+
+DeepSpeed's own files are tested with real processes in tests/distributed.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slayformer.config import TrainConfig
+from slayformer.data.tokenizer import BPETokenizer, BytesTokenizer, vocabulary_size
+from slayformer.errors import CheckpointError
+from slayformer.model.gpt2 import GPT2
+from slayformer.training import checkpoint
+from slayformer.training.budget import make_plan
+from slayformer.training.checkpoint import (
+    find_checkpoint,
+    load_model,
+    save_checkpoint,
+    verify_checkpoint,
+)
+from slayformer.training.run_directory import changed_settings, check_fits
+
+
+class Weights:
+    """The part of an engine that saving needs; its optimizer state is one small file."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, model: GPT2) -> None:
+        self.model = model
+        self.error: OSError | None = None
+
+    def save(self, folder: Path, tag: str) -> OSError | None:
+        (folder / tag).mkdir()
+        (folder / tag / "optimizer.pt").write_bytes(b"x" * 1000)
+        return self.error
+
+    def consolidated_weights(self) -> dict[str, torch.Tensor]:
+        return self.model.state_dict()
+
+
+Save = Callable[[int], Path]
+
+
+@pytest.fixture
+def config(train_config: Any) -> TrainConfig:
+    return train_config("attention=slay", "checkpoint.keep=2", "budget.updates=40")
+
+
+@pytest.fixture
+def engine(config: TrainConfig) -> Weights:
+    model = GPT2(config.model, config.attention, vocabulary_size=257, seed=3)
+    return Weights(model)
+
+
+@pytest.fixture
+def save(tmp_path: Path, config: TrainConfig, engine: Weights) -> Save:
+    """Return `save(update)`, which saves into the run `tmp_path`/run and returns the folder."""
+    tokenizer = BytesTokenizer()
+
+    def save_at(update: int) -> Path:
+        state = {
+            "update": update,
+            "samples": 8 * update,
+            "world_size": 1,
+            "tokenizer": tokenizer.identity,
+        }
+        return save_checkpoint(
+            tmp_path / "run",
+            engine,  # type: ignore[arg-type]
+            config=config,
+            tokenizer=tokenizer,
+            state=state,
+        )
+
+    return save_at
+
+
+def test_a_saved_model_comes_back_bit_for_bit(save: Save, engine: Weights, tmp_path: Path) -> None:
+    folder = save(10)
+    for path in (folder, tmp_path / "run"):
+        loaded = load_model(path)
+        expected = engine.model.state_dict()
+        assert loaded.model.state_dict().keys() == expected.keys()
+        for name, tensor in loaded.model.state_dict().items():
+            assert torch.equal(tensor, expected[name]), name
+    # the features of the mechanism are among them
+    assert any("attention." in name for name, _ in engine.model.named_buffers())
+    assert not loaded.model.training
+    assert loaded.tokenizer.decode(loaded.tokenizer.encode("héllo")) == "héllo"
+    assert loaded.state["update"] == 10
+
+
+def test_the_newest_are_kept_and_latest_names_the_last(save: Save, tmp_path: Path) -> None:
+    for update in (9, 10, 100, 20_000_000):
+        save(update)
+        assert find_checkpoint(tmp_path / "run").name == f"update_{update:07d}"
+    there = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert there == ["latest", "update_0000100", "update_20000000"]
+
+
+def test_files_are_readable_by_others(save: Save) -> None:
+    folder = save(10)
+    modes = {oct(path.stat().st_mode & 0o777) for path in folder.rglob("*") if path.is_file()}
+    assert len(modes) == 1
+
+
+def test_missing_checkpoints(save: Save, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="there is no such folder"):
+        find_checkpoint(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match="neither a checkpoint folder nor a run directory"):
+        find_checkpoint(tmp_path / "empty")
+    folder = save(10)
+    save(20)
+    (folder.parent / "latest").write_text("update_0000030")
+    complete = r"complete: update_0000010, update_0000020"
+    with pytest.raises(CheckpointError, match=complete):
+        find_checkpoint(tmp_path / "run")
+    (folder.parent / "latest").write_text("../../elsewhere")
+    with pytest.raises(CheckpointError, match="is not there"):
+        find_checkpoint(tmp_path / "run")
+
+
+def _truncate(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def _flip(folder: Path) -> None:
+    file = folder / "deepspeed" / "optimizer.pt"
+    content = bytearray(file.read_bytes())
+    content[500] ^= 1
+    file.write_bytes(content)
+
+
+def _escape(folder: Path) -> None:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"]["../latest"] = {"bytes": 14, "sha256": ""}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda f: (f / "manifest.json").unlink(), "half-written: manifest.json is missing"),
+        (lambda f: (f / "manifest.json").write_text('{"files": '), "damaged: manifest.json"),
+        (lambda f: (f / "manifest.json").write_text("{}"), "not a manifest"),
+        (lambda f: (f / "state.json").unlink(), "state.json is missing"),
+        (lambda f: shutil.rmtree(f / "tokenizer"), "tokenizer/tokenizer.json is missing"),
+        (_truncate, r"model.safetensors has [\d,]+ bytes, not [\d,]+"),
+        (_flip, "the sha256 of deepspeed/optimizer.pt differs"),
+        (_escape, "outside the checkpoint"),
+    ],
+)
+def test_damage_is_found(save: Save, damage: Callable[[Path], Any], message: str) -> None:
+    folder = save(10)
+    verify_checkpoint(folder)
+    damage(folder)
+    for check in (verify_checkpoint, load_model):
+        with pytest.raises(CheckpointError, match=message):
+            check(folder)
+
+
+def test_checkpoint_fits_only_what_it_was_saved_for(
+    save: Save, train_config: Any, config: TrainConfig
+) -> None:
+    folder, tokenizer = save(10), BytesTokenizer()
+
+    def fits(*overrides: str, world_size: int = 1) -> None:
+        asked = train_config("attention=slay", "budget.updates=40", *overrides)
+        plan = make_plan(asked, vocabulary_size(asked.tokenizer), world_size)
+        check_fits(folder, asked, plan, tokenizer)
+
+    fits()
+    fits("budget.updates=10", "optimizer.learning_rate=1", "batch.micro_samples=2")
+    for overrides, message in {
+        ("model.width=64",): "saved with model=.*'width': 32",
+        ("attention=softmax",): "saved with attention=.*slay",
+        ("tokenizer=gpt2",): "saved with tokenizer=.*bytes",
+        ("seed=1",): "saved with seed=0, which is not 1",
+        ("engine.zero_stage=1",): "saved with engine.zero_stage=0, which is not 1",
+        ("batch.samples_per_update=4",): "has seen 80 samples in 10 updates",
+        ("budget.updates=9",): "has seen 80 samples in 10 updates",
+    }.items():
+        with pytest.raises(CheckpointError, match=message):
+            fits(*overrides)
+    with pytest.raises(CheckpointError, match="saved by 1 processes and resumes on as many, not"):
+        fits(world_size=2)
+    plan = make_plan(config, 257, 1)
+    other = BPETokenizer.build(257, lambda: ["text"])
+    with pytest.raises(CheckpointError, match="tokenizer of other text"):
+        check_fits(folder, config, plan, other)
+
+
+def test_changed_settings_are_named(save: Save, config: TrainConfig) -> None:
+    folder = save(10)
+    assert changed_settings(folder, config) == []
+    changed = replace(config, seed=5, batch=replace(config.batch, micro_samples=2), resume="auto")
+    assert changed_settings(folder, changed) == ["batch.micro_samples 4 -> 2", "seed 0 -> 5"]
+
+
+def _refuse(*arguments: Any, **options: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("failing", ["engine", "weights", "manifest", "latest"])
+def test_a_failed_save_leaves_the_earlier_checkpoints(
+    save: Save,
+    engine: Weights,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    failing: str,
+) -> None:
+    earlier = save(10)
+    real = checkpoint.write_atomically
+
+    def refuse_one(path: Path, chunks: Any) -> None:
+        if path.name.startswith(failing):
+            _refuse()
+        real(path, chunks)
+
+    if failing == "engine":
+        engine.error = OSError(28, "No space left on device")
+    elif failing == "weights":
+        monkeypatch.setattr(checkpoint.safetensors.torch, "save_file", _refuse)
+    else:
+        monkeypatch.setattr(checkpoint, "write_atomically", refuse_one)
+    with pytest.raises(CheckpointError, match=r"no checkpoint could be saved .*No space left"):
+        save(20)
+    monkeypatch.undo()
+    engine.error = None
+    there = sorted(path.name for path in earlier.parent.iterdir())
+    assert there == ["latest", "update_0000010"]
+    assert load_model(tmp_path / "run").state["update"] == 10
+    # and the next one can be saved
+    assert find_checkpoint(tmp_path / "run") != save(20)
+    verify_checkpoint(find_checkpoint(tmp_path / "run"))
+
+
+def test_what_a_killed_save_left_is_cleared_away(save: Save, tmp_path: Path) -> None:
+    save(10)
+    left = tmp_path / "run" / "checkpoints" / "update_0000020.unfinished"
+    left.mkdir()
+    (left / "model.safetensors").write_bytes(b"half")
+    assert find_checkpoint(tmp_path / "run").name == "update_0000010"
+    save(30)
+    assert not left.exists()

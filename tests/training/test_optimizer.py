@@ -1,0 +1,46 @@
+"""Which parameters are decayed, and one step against AdamW by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from slayformer.config import OptimizerConfig
+from slayformer.training.optimizer import build_optimizer, parameter_groups
+
+CPU = torch.device("cpu")
+
+
+def test_vectors_are_not_decayed() -> None:
+    model = nn.Sequential(nn.Embedding(5, 4), nn.LayerNorm(4), nn.Linear(4, 3))
+    decayed, spared = parameter_groups(model, 0.1)
+    assert (decayed["weight_decay"], spared["weight_decay"]) == (0.1, 0.0)
+    assert [tuple(p.shape) for p in decayed["params"]] == [(5, 4), (3, 4)]
+    assert [tuple(p.shape) for p in spared["params"]] == [(4,), (4,), (3,)]
+
+
+def test_frozen_parameters_and_empty_groups_are_left_out() -> None:
+    model = nn.Linear(2, 2)
+    model.bias.requires_grad_(False)
+    assert [len(group["params"]) for group in parameter_groups(model, 0.1)] == [1]
+
+
+def test_two_steps_equal_adamw_by_hand() -> None:
+    config = OptimizerConfig(0.01, weight_decay=0.1, beta1=0.8, beta2=0.9, epsilon=1e-6)
+    weight = nn.Parameter(torch.tensor([[2.0]]))
+    model = nn.Module()
+    model.weight = weight
+    optimizer = build_optimizer(model, config, CPU)
+    value, first, second = 2.0, 0.0, 0.0
+    for step, gradient in enumerate((3.0, -1.0), start=1):
+        weight.grad = torch.tensor([[gradient]])
+        optimizer.step()
+        first = 0.8 * first + 0.2 * gradient
+        second = 0.9 * second + 0.1 * gradient**2
+        value -= 0.01 * 0.1 * value
+        root = math.sqrt(second / (1 - 0.9**step))
+        value -= 0.01 * first / (1 - 0.8**step) / (root + 1e-6)
+    assert weight.item() == pytest.approx(value, rel=1e-6)

@@ -1,0 +1,66 @@
+"""The printed plan holds the numbers a person checks before a long run."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from slayformer.cli import compose
+from slayformer.config import load_config
+from slayformer.model.gpt2 import GPT2
+from slayformer.training.budget import make_plan, parameter_counts
+from slayformer.training.loop import run
+from slayformer.training.plan_table import own_parameters, print_plan
+
+
+def printed(*overrides: str, world_size: int) -> str:
+    config = load_config(compose("train", list(overrides)))
+    console = Console(file=io.StringIO(), width=200)
+    print_plan(console, make_plan(config, 50257, world_size), config, 50257)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    return "\n".join(" ".join(line.split()) for line in text.splitlines())
+
+
+def test_the_paper_run_on_eight_devices() -> None:
+    text = printed("+experiment=gpt2_small_chinchilla", "attention=softmax", world_size=8)
+    for expected in (
+        "124,439,808 in the softmax model of this shape, 85,056,000 of them outside embeddings",
+        "124,439,808 with attention=softmax",
+        "2,488,796,160 tokens (20 per total parameter)",
+        "2,430,465 samples of 1,024 tokens",
+        "9,745 updates",
+        "updates 168 to 334 128 samples (131,072 tokens)",
+        "updates 501 to 9,745 256 samples (262,144 tokens)",
+        "last update 65 samples (66,560 tokens)",
+        "peak 1.00e-04 after 500 updates of warm-up, then linear, 0.00e+00 in the last update",
+        "bf16 matrix products",
+        "8, ZeRO stage 2",
+        # 124,439,808 x (4 + 16 / 8) bytes
+        "about 712 MiB per device",
+    ):
+        assert expected in text
+
+
+@pytest.mark.parametrize("attention", ["softmax", "linear_elu"])
+def test_own_parameters_leave_out_the_padded_vocabulary(attention: str) -> None:
+    config = load_config(compose("train", [f"attention={attention}"]))
+    model = GPT2(config.model, config.attention, vocabulary_size=50257, seed=0)
+    assert model.padded_vocabulary_size > 50257
+    # neither mechanism has parameters of its own
+    assert own_parameters(model) == parameter_counts(config.model, 50257).total
+
+
+def test_a_dry_run_touches_nothing(
+    tmp_path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    arguments = ["data=text", "data.source.path=/nowhere", "dry_run=true"]
+    assert run(load_config(compose("train", arguments))) is None
+    assert "WORLD_SIZE is not set: planned for one" in " ".join(capsys.readouterr().out.split())
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert run(load_config(compose("train", arguments))) is None
+    assert "4, ZeRO stage 0" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
