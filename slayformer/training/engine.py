@@ -66,9 +66,12 @@ class TrainingEngine:
         self._engine.backward(loss)
 
     def step(self, learning_rate: float) -> float:
-        """Update the weights; return the norm of all gradients before clipping."""
+        """Update the weights; return the norm of all gradients before clipping.
+
+        Every parameter group learns at its own scale of `learning_rate`.
+        """
         for group in self._engine.optimizer.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = learning_rate * group["learning_rate_scale"]
         if self.zero_stage == 0:
             # without ZeRO DeepSpeed reports no norm in fp32, so norm and clipping are ours
             parameters = list(self.objective.parameters())

@@ -9,13 +9,25 @@ from slayformer.config import OptimizerConfig
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Split the trainable parameters: matrices are decayed, vectors (norms, biases) are not."""
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+    """Split the trainable parameters by weight decay and learning rate scale.
+
+    Matrices are decayed, vectors (norms, biases) are not. A parameter of a mechanism may say
+    `no_weight_decay`, and `learning_rate_scale`, which its group carries.
+    """
+    groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            decayed = parameter.ndim >= 2 and not getattr(parameter, "no_weight_decay", False)
+            scale = getattr(parameter, "learning_rate_scale", 1.0)
+            groups.setdefault((decayed, scale), []).append(parameter)
+    return [
+        {
+            "params": parameters,
+            "weight_decay": weight_decay if decayed else 0.0,
+            "learning_rate_scale": scale,
+        }
+        for (decayed, scale), parameters in groups.items()
     ]
-    return [group for group in groups if group["params"]]
 
 
 def build_optimizer(

@@ -96,6 +96,10 @@ def cases(tiny: list[str], folder: Path, world_size: int) -> dict[str, list[str]
     for stage in (0, 2):
         unclipped = [f"engine.zero_stage={stage}", "optimizer.gradient_clipping=0"]
         runs[f"unclipped-{stage}"] = [*RAMP, *unclipped]
+    for stage in (0, 2):
+        # parameter groups of several learning rates
+        runs[f"learned-{stage}"] = [*RAMP, "attention=slay_best", f"engine.zero_stage={stage}"]
+        runs[f"learned-{stage}"] += ["attention.local_size=4"]
     runs["bf16-2"] = [*RAMP, "engine.zero_stage=2", "engine.precision=bf16"]
     for stage, passes in RESUMED:
         overrides = [

@@ -104,6 +104,18 @@ def test_clipping_can_be_turned_off(
     assert max(abs(a - b) for a, b in zip(clipped[0], unclipped[0], strict=True)) > 1e-3
 
 
+def test_mechanism_parameters_learn_alike_in_every_stage(launch: Any) -> None:
+    losses = launch.metrics("learned-0", "loss")
+    assert launch.metrics("learned-2", "loss") == pytest.approx(losses, rel=0, abs=1e-5)
+    saved = launch.weights("learned-2")
+    name = "blocks.0.attention.log_far_scale"
+    torch.testing.assert_close(saved[name], launch.weights("learned-0")[name], rtol=0, atol=1e-4)
+    # it started at 0, and 20 AdamW steps of 5 times the rate move it by up to 5 · Σ rate
+    rates = launch.metrics("learned-0", "learning_rate")
+    assert float(saved[name].abs().max()) > 2 * sum(rates) / 5
+    assert float(saved[name].abs().max()) < 5 * sum(rates) * 1.1
+
+
 def test_bf16_stays_near_fp32(launch: Any, clipped: Curve) -> None:
     losses = launch.metrics("bf16-2", "loss")
     assert losses == pytest.approx(clipped[0], rel=0.01)

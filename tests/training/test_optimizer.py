@@ -22,6 +22,17 @@ def test_vectors_are_not_decayed() -> None:
     assert [tuple(p.shape) for p in spared["params"]] == [(4,), (4,), (3,)]
 
 
+def test_mechanisms_parameters_have_their_own_rate_and_no_decay() -> None:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False))
+    scale = nn.Parameter(torch.zeros(2, 1, 1))
+    scale.no_weight_decay, scale.learning_rate_scale = True, 5.0  # type: ignore[attr-defined]
+    model.register_parameter("scale", scale)
+    own, matrices = parameter_groups(model, 0.1)
+    assert own["params"] == [scale]
+    assert (own["weight_decay"], own["learning_rate_scale"]) == (0.0, 5.0)
+    assert (matrices["weight_decay"], matrices["learning_rate_scale"]) == (0.1, 1.0)
+
+
 def test_frozen_parameters_and_empty_groups_are_left_out() -> None:
     model = nn.Linear(2, 2)
     model.bias.requires_grad_(False)
