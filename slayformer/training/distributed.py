@@ -49,6 +49,7 @@ def initialize() -> None:
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         if launched():
             device()
+            _share_cores()
             dist.init_process_group(backend)
         else:
             # deepspeed reads these; a store in memory needs no port
@@ -56,6 +57,18 @@ def initialize() -> None:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         atexit.register(_shut_down)
     _control_group = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
+
+
+def _share_cores() -> None:
+    """Give each process of this machine its part of the cores, unless OMP_NUM_THREADS says how.
+
+    Processes that all start a thread for every core wait for one another most of the time.
+    """
+    if "OMP_NUM_THREADS" in os.environ:
+        return
+    # torchrun's name for it, and the deepspeed command's
+    local = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1"
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(local)))
 
 
 def _shut_down() -> None:
