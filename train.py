@@ -11,7 +11,7 @@ from slayformer.cli import compose, entry_point
 def main() -> None:
     """Compose, check and train."""
     composed = compose("train")
-    from slayformer.config import load_config
+    from slayformer.config_loading import load_config
 
     config = load_config(composed)
     # torch and DeepSpeed, only once there is something to run

@@ -13,7 +13,7 @@ def main() -> None:
     composed = compose("train")
     from rich.console import Console
 
-    from slayformer.config import load_config
+    from slayformer.config_loading import load_config
     from slayformer.data.prepare import prepare
 
     config = load_config(composed)

@@ -13,7 +13,7 @@ import pytest
 import train
 from slayformer import cli
 from slayformer.cli import compose, entry_point, strip_launcher_arguments
-from slayformer.config import load_config
+from slayformer.config_loading import load_config
 from slayformer.errors import DataError, UserError, nearest
 
 SCRIPTS = ["train.py", "eval.py", "scripts/compare.py", "scripts/prepare_data.py"]

@@ -8,6 +8,8 @@ Shape suffixes: H heads, D head width, P features.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -241,7 +243,8 @@ def sketch_product(first: Tensor, second: Tensor) -> Tensor:
     return torch.fft.irfft(torch.fft.rfft(first) * torch.fft.rfft(second), n=size)
 
 
-POLYNOMIALS: dict[str, type[PolynomialMap]] = {
+# classes of PolynomialMap; some take options of their own
+POLYNOMIALS: dict[str, Any] = {
     "exact": Exact,
     "anchor": Anchor,
     "block_quadratic": BlockQuadratic,

@@ -17,7 +17,8 @@ from typing import Any
 from rich.console import Console
 
 from slayformer.cli import compose
-from slayformer.config import CompareConfig, load_config, to_plain
+from slayformer.config import CompareConfig
+from slayformer.config_loading import load_config, to_plain
 from slayformer.data.prepare import prepare
 from slayformer.data.shards import write_atomically
 from slayformer.data.tokenizer import vocabulary_size

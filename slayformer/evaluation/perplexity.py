@@ -26,7 +26,7 @@ from rich.progress import (
 )
 from rich.table import Column, Table
 
-from slayformer.config import EvalConfig, SourceConfig, attention_name
+from slayformer.config import EvalConfig, SourceConfig
 from slayformer.data.corpus import open_source
 from slayformer.data.loader import Batch, WindowLoader
 from slayformer.data.prepare import prepare
@@ -104,7 +104,7 @@ def run(config: EvalConfig) -> dict[str, Any]:
         )
     result = {
         "checkpoint": str(path),
-        "mechanism": attention_name(loaded.config.attention),
+        "mechanism": loaded.config.attention.name,
         "data": config.data or "validation tokens of the run",
         "context_length": context_length,
         "loss": totals.loss,

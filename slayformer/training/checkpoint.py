@@ -22,7 +22,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from safetensors import SafetensorError
 
-from slayformer.config import TrainConfig, load_config, to_plain
+from slayformer.config import TrainConfig
+from slayformer.config_loading import load_config, to_plain
 from slayformer.data.shards import write_atomically
 from slayformer.data.tokenizer import Tokenizer, load_tokenizer
 from slayformer.errors import CheckpointError, UserError

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from slayformer.config import TrainConfig, attention_name, to_plain
+from slayformer.config import TrainConfig
+from slayformer.config_loading import to_plain
 from slayformer.data.tokenizer import vocabulary_size
 from slayformer.errors import UserError
 from slayformer.evaluation.loss import LossTotals, score
@@ -211,7 +212,7 @@ class Training:
             "world_size": distributed.world_size(),
             "zero_stage": self.config.engine.zero_stage,
             "micro_samples": self.plan.micro_samples,
-            "mechanism": attention_name(self.config.attention),
+            "mechanism": self.config.attention.name,
             "tokenizer": self.inputs.data.tokenizer.identity,
             "training_seconds": self.meter.seconds,
             "seconds": time.monotonic() - self.started,
@@ -235,7 +236,7 @@ class Training:
         if self.log is None:
             return
         summary = {
-            "mechanism": attention_name(self.config.attention),
+            "mechanism": self.config.attention.name,
             "seed": self.config.seed,
             "updates": self.plan.updates,
             "tokens": self.plan.tokens_at(self.plan.updates),

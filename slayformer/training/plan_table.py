@@ -7,7 +7,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from slayformer.config import TrainConfig, attention_name
+from slayformer.config import TrainConfig
 from slayformer.model.gpt2 import GPT2
 from slayformer.training.budget import Plan, memory_per_device_bytes
 from slayformer.training.schedule import learning_rate
@@ -52,7 +52,7 @@ def print_plan(
         f"{plan.parameters.total:,} in the softmax model of this shape, "
         f"{plan.parameters.non_embedding:,} of them outside embeddings",
     )
-    table.add_row("", f"{parameters:,} with attention={attention_name(config.attention)}")
+    table.add_row("", f"{parameters:,} with attention={config.attention.name}")
     table.add_row("training", f"{plan.tokens:,} tokens{_budget_origin(config)}")
     table.add_row("", f"{plan.samples:,} samples of {plan.context_length:,} tokens")
     table.add_row("", f"{plan.updates:,} updates")

@@ -16,7 +16,8 @@ import torch
 from omegaconf import OmegaConf
 
 import slayformer
-from slayformer.config import SourceConfig, TrainConfig, attention_name, to_plain
+from slayformer.config import SourceConfig, TrainConfig
+from slayformer.config_loading import to_plain
 from slayformer.data.tokenizer import Tokenizer
 from slayformer.errors import CheckpointError, ConfigError, UserError
 from slayformer.training.budget import Plan
@@ -221,7 +222,7 @@ def _make_directory(config: TrainConfig) -> Path:
             raise ConfigError("run_directory", directory, hint)
         _make(directory, exist_ok=True)
         return directory
-    name = f"{attention_name(config.attention)}-{time.strftime('%Y%m%d-%H%M%S')}"
+    name = f"{config.attention.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     number = 1
     while True:
         directory = Path("runs").absolute() / (name if number == 1 else f"{name}-{number}")

@@ -11,7 +11,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from slayformer.config import load_attention_config
+from slayformer.config_loading import load_attention_config
 from slayformer.registry import build_attention
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "attention"

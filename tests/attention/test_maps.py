@@ -156,7 +156,7 @@ def test_anchors_average_to_a_constant_and_twice_the_square():
     unbiased = POLYNOMIALS["anchor"](
         trainable=False, budget=8, heads=1, width=width, seed=0, anchor_scale="unbiased"
     )
-    assert unbiased.scale**2 / Anchor(  # type: ignore[operator]
+    assert unbiased.scale**2 / Anchor(
         trainable=False, anchor_scale="paper", budget=8, heads=1, width=width, seed=0
     ).scale ** 2 == pytest.approx(width * (width + 2) / 2)
 

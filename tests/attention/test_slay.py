@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from slayformer.attention.slay import SlayAttention, SlayConfig
-from slayformer.config import load_attention_config
+from slayformer.config_loading import load_attention_config
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "attention"
 
@@ -108,7 +108,7 @@ def test_paper_sizes_and_draws():
 
 MEMORY_PROBE = """
 import json, sys, torch
-from slayformer.config import load_attention_config
+from slayformer.config_loading import load_attention_config
 from slayformer.registry import build_attention
 torch.set_num_threads(1)
 length, backward = int(sys.argv[1]), sys.argv[2] == "backward"

@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional as F
 
 from slayformer.cli import compose
-from slayformer.config import load_config
+from slayformer.config_loading import load_config
 from slayformer.data.loader import WindowLoader
 from slayformer.data.prepare import prepare
 from slayformer.model.gpt2 import GPT2

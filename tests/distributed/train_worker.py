@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from slayformer.cli import compose
-from slayformer.config import load_config
+from slayformer.config_loading import load_config
 from slayformer.errors import ConfigError
 from slayformer.training import distributed, engine, loop
 

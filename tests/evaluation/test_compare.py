@@ -16,7 +16,8 @@ import pytest
 from omegaconf import OmegaConf
 from rich.progress import Progress
 
-from slayformer.config import CompareConfig, load_config
+from slayformer.config import CompareConfig
+from slayformer.config_loading import load_config
 from slayformer.errors import ConfigError, UserError
 from slayformer.evaluation.cells import RunningCell
 from slayformer.evaluation.compare import (

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from slayformer.config import ModelConfig, load_attention_config
+from slayformer.config import ModelConfig
+from slayformer.config_loading import load_attention_config
 from slayformer.data.loader import WindowLoader
 from slayformer.data.shards import TokenStream
 from slayformer.errors import DataError

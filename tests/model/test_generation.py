@@ -9,7 +9,8 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from slayformer.config import ModelConfig, load_attention_config
+from slayformer.config import ModelConfig
+from slayformer.config_loading import load_attention_config
 from slayformer.errors import ConfigError
 from slayformer.model.generation import generate, stream_text
 from slayformer.model.gpt2 import GPT2

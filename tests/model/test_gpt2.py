@@ -10,7 +10,8 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from slayformer.config import ModelConfig, load_attention_config
+from slayformer.config import ModelConfig
+from slayformer.config_loading import load_attention_config
 from slayformer.model.gpt2 import GPT2
 from slayformer.model.huggingface import load_gpt2_weights
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from slayformer.cli import compose
-from slayformer.config import TrainConfig, load_config
+from slayformer.config import TrainConfig
+from slayformer.config_loading import load_config
 
 TrainConfigs = Callable[..., TrainConfig]
 

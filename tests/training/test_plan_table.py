@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from slayformer.cli import compose
-from slayformer.config import load_config
+from slayformer.config_loading import load_config
 from slayformer.model.gpt2 import GPT2
 from slayformer.training.budget import make_plan, parameter_counts
 from slayformer.training.loop import run

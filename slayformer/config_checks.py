@@ -1,0 +1,102 @@
+"""Checks of a whole configuration: each value alone, then beside the others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from slayformer.config import TrainConfig
+from slayformer.errors import ConfigError, nearest
+
+
+def validate(config: Any) -> None:
+    """Check every value of a configuration.
+
+    Raises ConfigError for the first that cannot work, alone or beside the others.
+    """
+    check_fields(config, prefix="")
+    if isinstance(config, TrainConfig):
+        _validate_train(config)
+
+
+def check_fields(config: Any, prefix: str) -> None:
+    """Check each field of a dataclass, nested ones too, against what its declaration says."""
+    for item in fields(config):
+        value, path = getattr(config, item.name), prefix + item.name
+        if is_dataclass(value):
+            check_fields(value, f"{path}.")
+        elif value is not None:
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ConfigError(path, value, "must be a finite number")
+            choices = item.metadata.get("choices")
+            if choices is not None and value not in choices:
+                raise ConfigError(path, value, nearest(str(value), map(str, choices)))
+            if not item.metadata.get("holds", lambda _: True)(value):
+                raise ConfigError(path, value, item.metadata["wanted"])
+
+
+# the option of group budget that sets each amount
+BUDGET_OPTIONS = {
+    "tokens": "tokens",
+    "updates": "updates",
+    "samples": "samples",
+    "tokens_per_parameter": "chinchilla",
+}
+
+
+def _exactly_one(config: Any, group: str, options: Mapping[str, str | None]) -> None:
+    """Check that one of the fields `options` is set; its value is the group's option that does."""
+    chosen = [name for name in options if getattr(config, name) is not None]
+    if len(chosen) == 1:
+        return
+    # two are set because one was asked for and the default is the other: tell how to write each
+    ways = []
+    for name in chosen or options:
+        option, value = options[name], getattr(config, name) or "NUMBER"
+        others = [f"{group}.{other}=null" for other in chosen if other != name]
+        lead = [f"{group}={option}"] if option else others
+        ways.append(" ".join([*lead, f"{group}.{name}={value}"]))
+    given = " and ".join(chosen) or "nothing"
+    raise ConfigError(group, given, f"set exactly one: use {', or '.join(ways)}")
+
+
+def _validate_train(config: TrainConfig) -> None:
+    model = config.model
+    if model.width % model.heads:
+        divisors = [h for h in range(1, model.width + 1) if model.width % h == 0]
+        near = sorted(divisors, key=lambda h: abs(h - model.heads))[:2]
+        hint = f"must divide model.width={model.width}; nearest: {sorted(near)}"
+        raise ConfigError("model.heads", model.heads, hint)
+    tokenizer = config.tokenizer
+    if tokenizer.name == "bpe":
+        if tokenizer.vocabulary_size is None or tokenizer.vocabulary_size < 257:
+            hint = "the bpe tokenizer needs at least 257 (256 bytes and end-of-text)"
+            raise ConfigError("tokenizer.vocabulary_size", tokenizer.vocabulary_size, hint)
+    elif tokenizer.vocabulary_size is not None:
+        hint = f"the {tokenizer.name} tokenizer has a fixed size; leave it null or use bpe"
+        raise ConfigError("tokenizer.vocabulary_size", tokenizer.vocabulary_size, hint)
+    for name in ("source", "validation_source"):
+        source = getattr(config.data, name)
+        if source is not None and source.kind != "sotu" and not source.path:
+            what = "FOLDER_OR_FILE" if source.kind == "text" else "DATASET_OR_FOLDER"
+            hint = f"a {source.kind} source needs data.{name}.path={what}"
+            raise ConfigError(f"data.{name}.path", source.path, hint)
+    _exactly_one(config.budget, "budget", BUDGET_OPTIONS)
+    batch_fields = ("samples_per_update", "samples_per_device")
+    _exactly_one(config.batch, "batch", dict.fromkeys(batch_fields))
+    ramp = config.batch.ramp
+    size = config.batch.samples_per_update or config.batch.samples_per_device
+    if ramp is not None and size is not None:
+        if ramp.start_samples > size:
+            hint = f"must not be above the full batch of {size} samples"
+            raise ConfigError("batch.ramp.start_samples", ramp.start_samples, hint)
+        if (size - ramp.start_samples) % ramp.increment_samples:
+            hint = f"must divide the rise of {size - ramp.start_samples} samples"
+            raise ConfigError("batch.ramp.increment_samples", ramp.increment_samples, hint)
+    if config.data.validation_source is None and config.data.validation_fraction == 0:
+        hint = "must be above 0 unless data.validation_source is set"
+        raise ConfigError("data.validation_fraction", 0, hint)
+    if config.resume == "auto" and config.run_directory is None:
+        raise ConfigError("resume", "auto", "needs run_directory, the run to go on with")
