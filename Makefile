@@ -9,6 +9,9 @@ SUITABLE := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/.venv/torch_extensions
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
+# a process a core, up to four; each computes with one thread
+PYTEST := $(VENV_PYTHON) -m pytest --numprocesses logical --maxprocesses 4 --dist loadgroup --durations=10
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help train test check lint format hooks
@@ -23,11 +26,11 @@ train: .venv/installed ## train the quick-start model; ARGS="attention=softmax" 
 
 test: .venv/installed ## run every test; ARGS="-k shards" chooses
 	@echo "Testing: every test, a few minutes (tests that need a GPU are skipped without one)"
-	@$(VENV_PYTHON) -m pytest --durations=10 $(ARGS)
+	@$(PYTEST) $(ARGS)
 
 check: lint ## lint, types and the fast tests
 	@echo "Testing: the fast tests"
-	@$(VENV_PYTHON) -m pytest --durations=10 -m "not slow and not gpu" $(ARGS)
+	@$(PYTEST) -m "not slow and not gpu" $(ARGS)
 
 lint: .venv/installed ## ruff and mypy
 	@echo "Checking style (ruff) and types (mypy)"

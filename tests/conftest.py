@@ -33,8 +33,16 @@ _extensions = tempfile.TemporaryDirectory(prefix="torch_extensions_")
 os.environ["TORCH_EXTENSIONS_DIR"] = _extensions.name
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` where torch sees none."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip tests marked `gpu` where torch sees none; keep together what must share a worker."""
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.xdist_group("gpu"))
+            elif item.path.parent.name == "distributed":
+                # they share launches, which take half a minute
+                item.add_marker(pytest.mark.xdist_group(item.path.name))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
