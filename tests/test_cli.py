@@ -16,7 +16,14 @@ from slayformer.cli import compose, entry_point, strip_launcher_arguments
 from slayformer.config_loading import load_config
 from slayformer.errors import DataError, UserError, nearest
 
-SCRIPTS = ["train.py", "eval.py", "scripts/compare.py", "scripts/prepare_data.py"]
+# each with a mistake and the key it should have been
+SCRIPTS = {
+    "train.py": ("modl.layers=3", "model.layers"),
+    "eval.py": ("checkpiont=3", "checkpoint"),
+    "scripts/compare.py": ("modl.layers=3", "model.layers"),
+    "scripts/prepare_data.py": ("modl.layers=3", "model.layers"),
+    "scripts/inspect_attention.py": ("head_dimm=3", "head_dim"),
+}
 CONFIGURATIONS = Path(__file__).parents[1] / "configs"
 EXPERIMENTS = sorted(path.stem for path in (CONFIGURATIONS / "experiment").glob("*.yaml"))
 OPTIONS = sorted(path.stem for path in (CONFIGURATIONS / "attention").glob("*.yaml"))
@@ -112,11 +119,10 @@ def test_mistake_is_one_line_that_tells_what_works(
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_command_tells_a_mistake_in_one_line(script: str, run_command: Any, tmp_path: Path) -> None:
-    wrong = "checkpiont=3" if script == "eval.py" else "modl.layers=3"
-    right = "did you mean checkpoint?" if script == "eval.py" else "did you mean model.layers?"
+    wrong, right = SCRIPTS[script]
     finished = run_command([script, wrong], cwd=tmp_path)
     assert finished.code == 2
-    assert right in one_line(finished.stderr)
+    assert f"did you mean {right}?" in one_line(finished.stderr)
     assert finished.stdout == ""
     assert list(tmp_path.iterdir()) == []
 

@@ -99,10 +99,13 @@ class LinearAttention(Attention):
         """Return the FLOPs of one vector's features in one head."""
         raise NotImplementedError
 
-    def init_state(self, batch_size: int, device: torch.device | str = "cpu") -> LinearState:
-        """Return the state before the first token, with E = D."""
-        memory = (batch_size, self.num_heads, self.feature_count, self.head_dim + 1)
-        recent = (batch_size, self.num_heads, self.local_size, self.head_dim)
+    def init_state(
+        self, batch_size: int, device: torch.device | str = "cpu", value_dim: int | None = None
+    ) -> LinearState:
+        """Return the state before the first token, for v of width `value_dim` (None: D)."""
+        value_dim = value_dim or self.head_dim
+        memory = (batch_size, self.num_heads, self.feature_count, value_dim + 1)
+        recent = (batch_size, self.num_heads, self.local_size)
         slots = torch.zeros(batch_size, self.local_size, dtype=torch.long, device=device)
         place = Place.start(batch_size, device)
         return LinearState(
@@ -110,8 +113,8 @@ class LinearAttention(Attention):
             memory_document_B=place.document_B,
             place=place,
             recent=RecentKeys(
-                k_BHWD=torch.zeros(recent, device=device),
-                v_BHWE=torch.zeros(recent, device=device),
+                k_BHWD=torch.zeros(*recent, self.head_dim, device=device),
+                v_BHWE=torch.zeros(*recent, value_dim, device=device),
                 mask_BW=slots.bool(),
                 document_BW=slots - 1,
                 position_BW=slots,
@@ -149,7 +152,7 @@ class LinearAttention(Attention):
             raise ValueError("a state carries the past of causal attention; pass causal=True")
         batch_size, _, length, _ = q_BHTD.shape
         documents = real_document_ids(mask, document_ids)
-        before = self.init_state(batch_size, q_BHTD.device) if state is None else state
+        before = state or self.init_state(batch_size, q_BHTD.device, v_BHTE.shape[-1])
         if self.local_size and documents is None and state is not None:
             # the remembered keys may be of another document than the new ones
             documents = before.place.document_B.clamp_min(0)[:, None].expand(-1, length)

@@ -215,6 +215,18 @@ class TestContract:
                 parts.append(y)
             assert_close(attention, torch.cat(parts, 2), whole)
 
+    @pytest.mark.parametrize("length", [9, 2 * CHUNK + 9])
+    def test_values_may_have_another_width(self, name, length):
+        attention = build(name)
+        q, k, v = heads(1, length, dtype=torch.float32)
+        whole, _ = attention(q, k, torch.cat([v, -v[..., :5]], dim=-1))
+        narrow, _ = attention(q, k, v[..., :3])
+        reference, _ = attention(q, k, v)
+        assert_close(attention, whole[..., :WIDTH], reference)
+        if attention.positive:
+            assert_close(attention, whole[..., WIDTH:], -reference[..., :5])
+        assert_close(attention, narrow, reference[..., :3])
+
     def test_a_linear_state_has_constant_size(self, name):
         attention = build(name)
         if not isinstance(attention, LinearAttention):
