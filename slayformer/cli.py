@@ -34,7 +34,13 @@ def entry_point(main: Callable[[], Any]) -> None:
     # the ones they wait for from running (measured: a tenth of the speed beside one busy process)
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
-        main()
+        try:
+            main()
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # the reader, `head` for example, has seen enough; nothing is left to flush at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except UserError as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,15 @@ def test_command_refuses_an_unknown_flag_in_one_line(run_command: Any) -> None:
     finished = run_command(["eval.py", "--checkpoint", "runs/a"])
     assert finished.code == 2
     assert "--checkpoint" in one_line(finished.stderr)
+
+
+def test_a_reader_may_stop_early() -> None:
+    command = f"{sys.executable} train.py --help | head -n 1"
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=CONFIGURATIONS.parent, capture_output=True, text=True
+    )
+    assert done.stdout.count("\n") == 1
+    assert done.stderr == ""
 
 
 def test_full_error_shows_the_traceback(run_command: Any) -> None:
