@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import os
 import re
 import sys
@@ -17,6 +18,16 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 EXIT_USER_ERROR = 2
+# what the user's disk or permissions say no to, wherever it happens
+USERS_ERRNOS = {
+    errno.EACCES,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.ENAMETOOLONG,
+    errno.ENOSPC,
+    errno.EPERM,
+    errno.EROFS,
+}
 EXIT_INTERRUPTED = 130
 OTHER_RANKS_WAIT_S = 5
 CONFIGURATIONS = Path(__file__).resolve().parent.parent / "configs"
@@ -41,9 +52,14 @@ def entry_point(main: Callable[[], Any]) -> None:
     except BrokenPipeError:
         # the reader, `head` for example, has seen enough; nothing is left to flush at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except UserError as error:
+    except (UserError, OSError) as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
+        if isinstance(error, OSError):
+            if error.errno not in USERS_ERRNOS:
+                raise
+            where_it_failed = [str(error.filename)] if error.filename else []
+            error = UserError(": ".join([*where_it_failed, error.strerror or str(error)]))
         rank = os.environ.get("RANK", "0")
         if rank != "0":
             # once rank 0 has told it and ended, the launcher ends this process here

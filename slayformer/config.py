@@ -24,6 +24,11 @@ def not_negative(default: Any = MISSING) -> Any:
     return _checked(lambda value: value >= 0, "must be 0 or greater", default)
 
 
+def seed_number(default: Any = MISSING) -> Any:
+    """Declare a field whose value is in [0, 2³¹): every layer's seed is a multiple of it."""
+    return _checked(lambda seed: 0 <= seed < 2**31, "must be at least 0 and below 2**31", default)
+
+
 def fraction(default: Any = MISSING) -> Any:
     """Declare a field whose value is in [0, 1)."""
     return _checked(lambda value: 0 <= value < 1, "must be at least 0 and less than 1", default)
@@ -222,7 +227,7 @@ class TrainConfig:
     validation: ValidationConfig
     checkpoint: CheckpointConfig
     logging: LoggingConfig
-    seed: int = not_negative(0)
+    seed: int = seed_number(0)
     # null: runs/<mechanism>-<time>, made new
     run_directory: str | None = None
     # null: start anew; a checkpoint folder; or `auto`: the newest checkpoint in run_directory

@@ -98,5 +98,7 @@ def _validate_train(config: TrainConfig) -> None:
     if config.data.validation_source is None and config.data.validation_fraction == 0:
         hint = "must be above 0 unless data.validation_source is set"
         raise ConfigError("data.validation_fraction", 0, hint)
+    if config.run_directory == "":
+        raise ConfigError("run_directory", "''", "name a folder, or null for a new one in runs")
     if config.resume == "auto" and config.run_directory is None:
         raise ConfigError("resume", "auto", "needs run_directory, the run to go on with")

@@ -46,7 +46,12 @@ def load_attention_config(options: Any) -> Any:
 
     if not isinstance(options, dict) or "name" not in options:
         raise ConfigError("attention", options, "needs a mechanism, for example attention=slay")
-    entry = attention_entry(options.get("mechanism") or options["name"])
+    name, mechanism = str(options["name"]), options.get("mechanism")
+    entry = attention_entry(str(mechanism or name))
+    # a preset's label tells whose options they are
+    if mechanism and not re.fullmatch(re.escape(str(mechanism)) + r"\w*", name):
+        hint = f"is a label of {mechanism}'s options; another mechanism is attention={name}"
+        raise ConfigError("attention.name", name, hint)
     config = _typed(entry.config, options, prefix="attention.")
     check_fields(config, prefix="attention.")
     config.check()

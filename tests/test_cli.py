@@ -88,6 +88,9 @@ MISTAKES = [
     ("seed=1,2", ["seed=1,2: one value", "\"seed='"]),
     ("--seed=1", ["--seed=1", "key=value"]),
     ("--cfg", ["--cfg", "expected one argument"]),
+    ("attention.name=nope", ["attention.name=nope", "label of slay"]),
+    ("seed=9223372036854775807", ["seed=9223372036854775807", "below 2**31"]),
+    ("run_directory=", ["run_directory=''", "null for a new one"]),
     ("--multirun", ["--multirun", "scripts/compare.py"]),
 ]
 

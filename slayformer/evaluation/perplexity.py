@@ -132,6 +132,11 @@ def _validation_windows(
             f"{prepared.directory} has another tokenizer than {config.checkpoint}: the documents "
             f"have changed since; score a text with data=FILE_OR_FOLDER"
         )
+    if prepared.directory.name != loaded.state["data"]:
+        raise DataError(
+            f"{config.checkpoint} was validated on {loaded.state['data']}, but its documents have "
+            f"changed and now give {prepared.directory.name}; score a text with data=FILE_OR_FOLDER"
+        )
     loader = WindowLoader(
         prepared.validation,
         context_length=context_length,

@@ -63,6 +63,10 @@ def find_checkpoint(path: Path) -> Path:
         return path
     latest = path / FOLDER / LATEST
     if not latest.is_file():
+        # a kill can fall between a run's first checkpoint and the note that names it
+        complete = _complete_names(path / FOLDER)
+        if complete:
+            return path / FOLDER / complete[-1]
         raise CheckpointError(
             f"no checkpoint in {path}: neither a checkpoint folder nor a run directory that has "
             f"saved one ({latest} is missing)"
@@ -73,6 +77,12 @@ def find_checkpoint(path: Path) -> Path:
         there = ", ".join(_complete_names(path / FOLDER)) or "none"
         raise CheckpointError(f"{latest} names {name!r}, which is not there; complete: {there}")
     return folder
+
+
+def has_checkpoint(directory: Path) -> bool:
+    """Return whether run `directory` has ever saved."""
+    parent = directory / FOLDER
+    return (parent / LATEST).exists() or bool(_complete_names(parent))
 
 
 def verify_checkpoint(path: Path) -> dict[str, Any]:
@@ -86,6 +96,8 @@ def verify_checkpoint(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path / MANIFEST} is not a manifest of format {FORMAT_VERSION}")
     for name, listed in files.items():
         file = path / name
+        if not isinstance(listed, dict) or listed.keys() < {"bytes", "sha256"}:
+            raise CheckpointError(f"{path / MANIFEST} is damaged: it lists {name} as {listed!r}")
         if ".." in Path(name).parts or Path(name).is_absolute():
             raise CheckpointError(f"{path / MANIFEST} lists {name!r}, outside the checkpoint")
         if not file.is_file():
@@ -235,7 +247,6 @@ def _make_empty(folder: Path) -> None:
 def _publish(unfinished: Path, folder: Path, keep: int) -> None:
     """Turn the folder all ranks have written into the newest checkpoint, and drop the oldest."""
     # deepspeed adds a script that reads its files; ours are read without one
-    (unfinished / "zero_to_fp32.py").unlink(missing_ok=True)
     files = {
         file.relative_to(unfinished).as_posix(): {
             "bytes": file.stat().st_size,

@@ -46,6 +46,9 @@ class TrainingEngine:
         self._engine, *_ = deepspeed.initialize(
             model=objective, optimizer=optimizer, config=deepspeed_settings(config)
         )
+        # it copies conversion scripts into every ZeRO checkpoint between two barriers, where a full
+        # disk would leave the other ranks waiting; the checkpoint holds whole weights already
+        self._engine._copy_recovery_script = lambda save_path: None
         if self.zero_stage == 3:
             # the head is the weight of another module: gather it for the objective as well
             deepspeed.zero.register_external_parameter(objective, objective.model.head_weight)

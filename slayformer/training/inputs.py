@@ -85,7 +85,7 @@ def open_inputs(config: TrainConfig) -> Inputs:
 
 
 def _prompt_ids(config: TrainConfig, tokenizer: Tokenizer) -> list[int]:
-    if config.logging.sample_tokens == 0:
+    if config.logging.sample_tokens == 0 or config.model.context_length < 2:
         return []
     ids = tokenizer.encode(config.logging.sample_prompt) or [tokenizer.end_of_text]
     # leave half of a small context to the continuation

@@ -122,9 +122,8 @@ class Training:
                 if save_every and self.update % save_every == 0:
                     self._save()
             totals = self._validate()
-            sample = self._write_sample()
             self._save()
-            self._sum_up(totals, sample)
+            self._sum_up(totals, self._write_sample())
 
     def _do_update(self, stop: StopSignal) -> bool:
         """Do one update; return whether any rank has been asked to stop."""
@@ -214,6 +213,7 @@ class Training:
             "micro_samples": self.plan.micro_samples,
             "mechanism": self.config.attention.name,
             "tokenizer": self.inputs.data.tokenizer.identity,
+            "data": self.inputs.data.directory.name,
             "training_seconds": self.meter.seconds,
             "seconds": time.monotonic() - self.started,
             "wandb_id": self.log.wandb_id if self.log is not None else None,

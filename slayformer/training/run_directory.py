@@ -23,8 +23,8 @@ from slayformer.errors import CheckpointError, ConfigError, UserError
 from slayformer.training.budget import Plan
 from slayformer.training.checkpoint import (
     FOLDER,
-    LATEST,
     find_checkpoint,
+    has_checkpoint,
     read_config,
     read_state,
     verify_checkpoint,
@@ -90,7 +90,7 @@ def start_run(config: TrainConfig, plan: Plan, tokenizer: Tokenizer) -> RunStart
     if config.resume == "auto":
         assert config.run_directory is not None
         directory = Path(config.run_directory)
-        if not (directory / FOLDER / LATEST).exists():
+        if not has_checkpoint(directory):
             _make(directory, exist_ok=True)
             return RunStart(directory)
         checkpoint = find_checkpoint(directory)

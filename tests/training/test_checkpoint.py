@@ -255,3 +255,23 @@ def test_what_a_killed_save_left_is_cleared_away(save: Save, tmp_path: Path) -> 
     assert find_checkpoint(tmp_path / "run").name == "update_0000010"
     save(30)
     assert not left.exists()
+
+
+def test_a_kill_before_the_first_latest_loses_no_checkpoint(save: Save) -> None:
+    save(3)
+    newest = save(5)
+    run = newest.parent.parent
+    (run / "checkpoints" / "latest").unlink()
+    assert find_checkpoint(run) == newest
+    assert checkpoint.has_checkpoint(run)
+    assert not checkpoint.has_checkpoint(run / "checkpoints")
+
+
+@pytest.mark.parametrize("listed", [None, {}, {"bytes": 3}, [1, 2]])
+def test_a_manifest_that_says_nothing_of_a_file_is_damage(save: Save, listed: Any) -> None:
+    path = save(3)
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["files"]["state.json"] = listed
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=r"manifest\.json is damaged: it lists state\.json"):
+        verify_checkpoint(path)
