@@ -110,6 +110,13 @@ def compose(
     return composed[0]
 
 
+def quoted(value: str) -> str:
+    """Return `value` as an override can hold it: quoted if Hydra's grammar needs it."""
+    if re.fullmatch(r"[\w./:-]+", value, re.ASCII):
+        return value
+    return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
 def strip_launcher_arguments(arguments: list[str]) -> list[str]:
     """Drop `--local_rank=N` and `--local-rank N`, which launchers add and Hydra rejects."""
     kept, skip = [], False

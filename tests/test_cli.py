@@ -13,7 +13,7 @@ import pytest
 
 import train
 from slayformer import cli
-from slayformer.cli import compose, entry_point, strip_launcher_arguments
+from slayformer.cli import compose, entry_point, quoted, strip_launcher_arguments
 from slayformer.config_loading import load_config
 from slayformer.errors import DataError, UserError, nearest
 
@@ -135,6 +135,11 @@ def test_command_refuses_an_unknown_flag_in_one_line(run_command: Any) -> None:
     finished = run_command(["eval.py", "--checkpoint", "runs/a"])
     assert finished.code == 2
     assert "--checkpoint" in one_line(finished.stderr)
+
+
+@pytest.mark.parametrize("value", ["runs/a-b_c.1:2", "r b,c=d", "it's", "back\\slash", "ü", "a(b)"])
+def test_quoted_values_come_back_as_they_were(value: str) -> None:
+    assert compose("train", [f"run_directory={quoted(value)}"]).run_directory == value
 
 
 def test_a_reader_may_stop_early() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
-from slayformer.cli import compose
+from slayformer.cli import compose, quoted
 from slayformer.config import CompareConfig
 from slayformer.config_loading import load_config, to_plain
 from slayformer.data.prepare import prepare
@@ -103,17 +103,12 @@ def plan_cells(config: CompareConfig, overrides: Sequence[str], directory: Path)
             folder = directory / f"{mechanism}-seed{seed}"
             given = [*overrides, f"attention={mechanism}", f"seed={seed}"]
             # without a checkpoint in it, resume=auto starts anew
-            given += [f"run_directory={_quoted(str(folder))}", "resume=auto"]
+            given += [f"run_directory={quoted(str(folder))}", "resume=auto"]
             train_config = load_config(compose("train", given))
             plan = make_plan(train_config, vocabulary_size(train_config.tokenizer), world_size=1)
             check_schedule(train_config.schedule, plan.updates)
             cells.append(Cell(folder, mechanism, seed, given, train_config, plan.updates))
     return cells
-
-
-def _quoted(value: str) -> str:
-    """Return `value` as a quoted string of Hydra's override grammar."""
-    return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 def join_record(directory: Path, cells: Sequence[Cell]) -> dict[str, Any]:

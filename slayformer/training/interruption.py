@@ -10,7 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from slayformer.cli import strip_launcher_arguments
+from slayformer.cli import quoted, strip_launcher_arguments
 from slayformer.training import distributed
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -47,4 +47,5 @@ def resume_command(run_directory: Path) -> str:
     kept = [a for a in strip_launcher_arguments(own) if a.split("=")[0] not in ours]
     world = distributed.world_size()
     start = ["python"] if world == 1 else ["deepspeed", "--num_accelerators", str(world)]
-    return shlex.join([*start, "train.py", *kept, "resume=auto", f"run_directory={run_directory}"])
+    where = f"run_directory={quoted(str(run_directory))}"
+    return shlex.join([*start, "train.py", *kept, "resume=auto", where])
