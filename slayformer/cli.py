@@ -114,7 +114,9 @@ def quoted(value: str) -> str:
     """Return `value` as an override can hold it: quoted if Hydra's grammar needs it."""
     if re.fullmatch(r"[\w./:-]+", value, re.ASCII):
         return value
-    return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    # in Hydra's grammar a backslash escapes only in front of a quote
+    escaped = re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), value)
+    return f"'{escaped}'"
 
 
 def strip_launcher_arguments(arguments: list[str]) -> list[str]:

@@ -137,7 +137,9 @@ def test_command_refuses_an_unknown_flag_in_one_line(run_command: Any) -> None:
     assert "--checkpoint" in one_line(finished.stderr)
 
 
-@pytest.mark.parametrize("value", ["runs/a-b_c.1:2", "r b,c=d", "it's", "back\\slash", "ü", "a(b)"])
+@pytest.mark.parametrize(
+    "value", ["runs/a-b_c.1:2", "r b,c=d", "it's", "back\\slash", "end\\", "ü", "a(b)"]
+)
 def test_quoted_values_come_back_as_they_were(value: str) -> None:
     assert compose("train", [f"run_directory={quoted(value)}"]).run_directory == value
 
