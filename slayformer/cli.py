@@ -42,7 +42,7 @@ def entry_point(main: Callable[[], Any]) -> None:
     speaks first: what every rank finds is told once, what another rank alone finds a little later.
     """
     # before torch starts its threads: on a shared machine threads that spin while they wait keep
-    # the ones they wait for from running (measured: a tenth of the speed beside one busy process)
+    # the ones they wait for from running (figures in LOG.md)
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         try:

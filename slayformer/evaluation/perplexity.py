@@ -132,10 +132,11 @@ def _validation_windows(
             f"{prepared.directory} has another tokenizer than {config.checkpoint}: the documents "
             f"have changed since; score a text with data=FILE_OR_FOLDER"
         )
-    if prepared.directory.name != loaded.state["data"]:
+    trained_on = loaded.state.get("data")
+    if prepared.directory.name != trained_on:
         raise DataError(
-            f"{config.checkpoint} was validated on {loaded.state['data']}, but its documents have "
-            f"changed and now give {prepared.directory.name}; score a text with data=FILE_OR_FOLDER"
+            f"{config.checkpoint} was validated on {trained_on}, but its documents have changed "
+            f"and now give {prepared.directory.name}; score a text with data=FILE_OR_FOLDER"
         )
     loader = WindowLoader(
         prepared.validation,
