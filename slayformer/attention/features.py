@@ -78,18 +78,23 @@ class Kronecker(Features):
 
 
 @lru_cache
-def _pairs(width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return i, j and the factor of each feature y_i y_j, i ≤ j: 1 on the diagonal, √2 off it."""
+def _pair_selectors(width: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return A and B [width, pairs] with (y A)(y B) = [y_i², √2 y_i y_j (i < j)].
+
+    A product with a constant matrix, unlike an index, has a fast gradient.
+    """
     i, j = torch.triu_indices(width, width)
+    eye = torch.eye(width, dtype=torch.float64)
     factor = torch.where(i == j, 1.0, torch.tensor(2.0, dtype=torch.float64).sqrt())
-    return i, j, factor
+    return (eye[i].mT * factor).to(device, dtype), eye[j].mT.contiguous().to(device, dtype)
 
 
 @dataclass(frozen=True)
 class SumOfSquares(Features):
     """φ = [vec_sym(y_1), …, vec_sym(y_G), rest]: scores Σ_g (y_g(q)·y_g(k))² + rest(q)·rest(k).
 
-    vec_sym(y) = [y_i², √2 y_i y_j (i < j)], n(n+1)/2 features of a block of width n.
+    vec_sym(y) = [y_i², √2 y_i y_j (i < j)], n(n+1)/2 features of a block of width n. Blocks of
+    one width stand together, [B, H, T, G, n].
     """
 
     blocks: tuple[Tensor, ...]
@@ -98,14 +103,15 @@ class SumOfSquares(Features):
     def scores(self, keys: SumOfSquares) -> Tensor:
         total = self.rest_BHTL @ keys.rest_BHTL.mT
         for query, key in zip(self.blocks, keys.blocks, strict=True):
-            total = total + (query @ key.mT).square()
+            for y_query, y_key in zip(query.unbind(-2), key.unbind(-2), strict=True):
+                total = total + (y_query @ y_key.mT).square()
         return total
 
     def expand(self) -> Tensor:
         parts = []
         for y in self.blocks:
-            i, j, factor = (x.to(y.device) for x in _pairs(y.shape[-1]))
-            parts.append(y[..., i] * y[..., j] * factor.to(y.dtype))
+            left, right = _pair_selectors(y.shape[-1], y.dtype, y.device)
+            parts.append(((y @ left) * (y @ right)).flatten(-2))
         return torch.cat([*parts, self.rest_BHTL], dim=-1)
 
     def first(self, count: int) -> SumOfSquares:
@@ -113,7 +119,8 @@ class SumOfSquares(Features):
 
     def scaled(self, factor: Tensor) -> SumOfSquares:
         root = factor.sqrt()
-        return SumOfSquares(tuple(y * root for y in self.blocks), self.rest_BHTL * factor)
+        blocks = tuple(y * root.unsqueeze(-1).to(y.dtype) for y in self.blocks)
+        return SumOfSquares(blocks, self.rest_BHTL * factor)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> SumOfSquares:
         return SumOfSquares(tuple(change(y) for y in self.blocks), change(self.rest_BHTL))

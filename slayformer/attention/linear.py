@@ -212,7 +212,12 @@ class LinearAttention(Attention):
         length = q.shape[2]
         recent = before.recent
         keys = Keys(positions, mask, documents)
-        if self.local_size:
+        # from the start of one whole sequence the walk's chunks can be those of the near pairs
+        aligned = self.local == "chunk" and not (continues or strict)
+        aligned = aligned and mask is None and documents is None
+        lag = 0 if aligned else self.local_size
+        chunk = self.local_size if aligned else self.chunk
+        if lag:
             real = torch.ones_like(positions, dtype=torch.bool) if mask is None else mask
             k = torch.cat([recent.k_BHWD.to(k.dtype), k], dim=2)
             v = torch.cat([recent.v_BHWE.to(v.dtype), v], dim=2)
@@ -224,22 +229,24 @@ class LinearAttention(Attention):
         walk = Walk(
             feature_map=self.feature_map,
             near=self.near_scores if self.local_size else None,
-            is_near=self.is_near if self.local_size else None,
+            is_near=self.is_near if lag else None,
             positions_BT=positions,
             documents_BT=documents,
             keys=keys,
             first_document_B=before.memory_document_B,
-            lag=self.local_size,
+            lag=lag,
             strict=strict,
             has_past=continues,
             has_future=continues,
             length=length,
             # scores of one larger chunk cost less than a second one's trip through the state
-            chunk=self.chunk if length > 2 * self.chunk else length,
+            chunk=chunk if aligned or length > 2 * chunk else length,
         )
         memory = before.memory_BHMN.to(accumulation_dtype(q.dtype))
         tensors = self.feature_tensors(memory.dtype)
         sums, memory = apply_walk(walk, q, k, v, memory, tensors)
+        if not continues:
+            return sums, before
         return sums, self._after(before, memory, k, v, keys, documents, positions)
 
     def _after(

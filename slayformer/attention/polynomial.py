@@ -8,6 +8,7 @@ Shape suffixes: H heads, D head width, P features.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -79,7 +80,7 @@ class Exact(PolynomialMap):
         self.score_width, self.projection_width = self.width, 0
 
     def features(self, u_BHTD: Tensor, *tensors: Tensor) -> Features:
-        return SumOfSquares((u_BHTD,), u_BHTD[..., :0])
+        return SumOfSquares((u_BHTD[..., None, :],), u_BHTD[..., :0])
 
 
 class Anchor(PolynomialMap):
@@ -193,7 +194,10 @@ class BlockQuadratic(PolynomialMap):
 
     def features(self, u_BHTD: Tensor, *tensors: Tensor) -> Features:
         y = u_BHTD @ tensors[0]
-        *blocks, singles = y.split([*self.block_widths, self.singles], dim=-1)
+        groups = Counter(self.block_widths)
+        sizes = [width * count for width, count in groups.items()]
+        *parts, singles = y.split([*sizes, self.singles], dim=-1)
+        blocks = (x.unflatten(-1, (-1, width)) for x, width in zip(parts, groups, strict=True))
         floor = torch.full_like(y[..., :1], BLOCK_FLOOR**0.5)
         return SumOfSquares(tuple(blocks), torch.cat([singles.square(), floor], dim=-1))
 
@@ -227,7 +231,7 @@ class LearnedQuadratic(PolynomialMap):
         bias, center, projection, weight = tensors
         gate = torch.exp(0.5 * (u_BHTD @ weight.mT + bias))
         y = (u_BHTD @ projection.mT + center).unflatten(-1, (self.blocks, self.block_width))
-        return SumOfSquares((y * gate[..., None]).unbind(-2), u_BHTD[..., :0])
+        return SumOfSquares((y * gate[..., None],), u_BHTD[..., :0])
 
 
 def count_sketches(width: int, size: int, draws: torch.Generator) -> Tensor:

@@ -41,7 +41,8 @@ class Walk:
     """What a walk needs besides q, k, v and the state; no gradients flow here.
 
     `feature_map(x, *tensors, is_query, positions)` gives features of both sides. `near(q, k,
-    *tensors)` gives exact scores for pairs that `is_near(query positions, key positions)` picks.
+    *tensors)` gives exact scores for pairs that `is_near(query positions, key positions)` picks,
+    or without `is_near` for every pair inside a chunk.
     """
 
     feature_map: Callable[..., Features]
@@ -134,11 +135,12 @@ class Walk:
 
         `sides` and `others` are the vectors and features of the queries and of the keys.
         """
-        scores_BHCS = sides[1].scores(others[1])
-        if self.near is not None and chunk.near is not None:
-            scores_BHCS = torch.where(
-                chunk.near, self.near(sides[0], others[0], *tensors), scores_BHCS
-            )
+        if self.near is None:
+            scores_BHCS = sides[1].scores(others[1])
+        else:
+            scores_BHCS = self.near(sides[0], others[0], *tensors)
+            if chunk.near is not None:
+                scores_BHCS = torch.where(chunk.near, scores_BHCS, sides[1].scores(others[1]))
         return (scores_BHCS * chunk.visible) @ values_BHSN
 
 

@@ -58,7 +58,7 @@ class BasedAttention(LinearAttention):
         """Return [vec_sym(y)/√2, y, 1] of the projected y."""
         y = x_BHTD @ tensors[0 if is_query else 1]
         rest = torch.cat([y, torch.ones_like(y[..., :1])], dim=-1)
-        return SumOfSquares((y * 0.5**0.25,), rest)
+        return SumOfSquares((y[..., None, :] * 0.5**0.25,), rest)
 
     def near_scores(self, q_BHTD: Tensor, k_BHSD: Tensor, *tensors: Tensor) -> Tensor:
         """Return e^s."""
