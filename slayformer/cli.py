@@ -78,6 +78,7 @@ def compose(
     """Return `folder`/`config_name`.yaml with the overrides in `arguments`.
 
     None takes the arguments of the command line.
+    An experiment may be named with or without the + that Hydra wants for it.
     Hydra's flags that only show something (`--help`, `--cfg job`) print it and exit with 0.
     Raises UserError for a flag, override, group option or key that does not exist.
     """
@@ -86,6 +87,7 @@ def compose(
     from omegaconf.errors import OmegaConfBaseException
 
     arguments = strip_launcher_arguments(sys.argv[1:] if arguments is None else arguments)
+    arguments = [re.sub("^experiment=", "+experiment=", argument) for argument in arguments]
     _check_flags(arguments)
     composed: list[DictConfig] = []
 

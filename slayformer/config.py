@@ -44,11 +44,13 @@ class AttentionConfig:
     """Options every mechanism has; each mechanism's options class adds its own.
 
     `name` is that of the YAML file in configs/attention and the label in tables; a preset names
-    the `mechanism` it sets up, if that is called otherwise.
+    the `mechanism` it sets up, if that is called otherwise. `backend` is the engine of linear
+    mechanisms: `auto` takes the fastest that can.
     """
 
     name: str
     mechanism: str | None = None
+    backend: str = one_of("auto", "torch", "cpu", default="auto")
 
     def check(self) -> None:
         """Raise ConfigError if the options cannot work together."""
@@ -255,6 +257,28 @@ class EvalConfig:
 
 
 @dataclass
+class RecallConfig:
+    """Everything `scripts/recall.py` is told: a model, how it is trained, and the task's sizes."""
+
+    attention: Any
+    model: ModelConfig
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig
+    # numbers of key-value pairs in a sequence
+    pairs: list[int]
+    # different keys and values
+    keys: int = positive()
+    values: int = positive()
+    updates: int = positive()
+    tokens_per_update: int = positive()
+    # held-out sequences for each number of pairs
+    evaluation_samples: int = positive()
+    seed: int = seed_number(0)
+    # null: runs/recall-<mechanism>-<time>
+    run_directory: str | None = None
+
+
+@dataclass
 class CompareConfig:
     """Everything `scripts/compare.py` is told for itself; all else goes to each run."""
 
@@ -262,6 +286,8 @@ class CompareConfig:
     seeds: list[int]
     # null: comparisons/<time>; an existing one goes on where it stopped
     directory: str | None = None
+    # measure associative recall as well, as scripts/recall.py does
+    recall: bool = False
     # runs at a time
     jobs: int = positive(1)
     # CPU threads of a run (null: the cores divided by jobs)

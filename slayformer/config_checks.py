@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from slayformer.config import TrainConfig
+from slayformer.config import ModelConfig, RecallConfig, TrainConfig
 from slayformer.errors import ConfigError, nearest
 
 
@@ -17,6 +17,8 @@ def validate(config: Any) -> None:
     Raises ConfigError for the first that cannot work, alone or beside the others.
     """
     check_fields(config, prefix="")
+    if isinstance(config, TrainConfig | RecallConfig):
+        _validate_model(config.model)
     if isinstance(config, TrainConfig):
         _validate_train(config)
 
@@ -62,13 +64,15 @@ def _exactly_one(config: Any, group: str, options: Mapping[str, str | None]) -> 
     raise ConfigError(group, given, f"set exactly one: use {', or '.join(ways)}")
 
 
-def _validate_train(config: TrainConfig) -> None:
-    model = config.model
+def _validate_model(model: ModelConfig) -> None:
     if model.width % model.heads:
         divisors = [h for h in range(1, model.width + 1) if model.width % h == 0]
         near = sorted(divisors, key=lambda h: abs(h - model.heads))[:2]
         hint = f"must divide model.width={model.width}; nearest: {sorted(near)}"
         raise ConfigError("model.heads", model.heads, hint)
+
+
+def _validate_train(config: TrainConfig) -> None:
     tokenizer = config.tokenizer
     if tokenizer.name == "bpe":
         if tokenizer.vocabulary_size is None or tokenizer.vocabulary_size < 257:

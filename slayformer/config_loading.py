@@ -14,7 +14,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from slayformer.config import TrainConfig
+from slayformer.config import RecallConfig, TrainConfig
 from slayformer.config_checks import check_fields, validate
 from slayformer.errors import ConfigError, nearest
 
@@ -30,11 +30,11 @@ def load_config(composed: DictConfig, schema: type[Any] = TrainConfig) -> Any:
         value = str(error.msg).splitlines()[0]
         raise ConfigError(str(error.full_key), "${...}", value) from error
     attention = plain.get("attention")
-    if schema is TrainConfig:
+    if schema in (TrainConfig, RecallConfig):
         # the schema has no attention of its own: each mechanism brings its options
         plain["attention"] = None
     config = _typed(schema, plain, prefix="")
-    if schema is TrainConfig:
+    if schema in (TrainConfig, RecallConfig):
         config.attention = load_attention_config(attention)
     validate(config)
     return config

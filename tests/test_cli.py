@@ -23,6 +23,7 @@ SCRIPTS = {
     "eval.py": ("checkpiont=3", "checkpoint"),
     "scripts/compare.py": ("modl.layers=3", "model.layers"),
     "scripts/prepare_data.py": ("modl.layers=3", "model.layers"),
+    "scripts/recall.py": ("modl.layers=3", "model.layers"),
     "scripts/inspect_attention.py": ("head_dimm=3", "head_dim"),
 }
 CONFIGURATIONS = Path(__file__).parents[1] / "configs"
@@ -37,7 +38,6 @@ MISTAKES = [
     ("attention.mechanism=sley", ["attention=sley", "did you mean slay?", *MECHANISMS]),
     ("model=gpt2_smal", ["model=gpt2_smal", "gpt2_mini", "did you mean gpt2_small?"]),
     ("+experiment=nope", ["experiment=nope", "gpt2_small_chinchilla"]),
-    ("experiment=gpt2_small_chinchilla", ["write +experiment=gpt2_small_chinchilla"]),
     ("model=null", ["model=null"]),
     ("--config-name=nope", ["nope"]),
     # a key that does not exist, at any depth, added with a plus too
@@ -272,3 +272,9 @@ def test_nearest_knows_initials_and_spelling() -> None:
     )
     assert nearest("beta_1", names).startswith("did you mean beta1?")
     assert nearest("zzz", names) == "choose from beta1, learning_rate, weight_decay"
+
+
+def test_an_experiment_needs_no_plus() -> None:
+    composed = [compose("train", [f"{plus}experiment=cpu_race", "seed=3"]) for plus in ("", "+")]
+    assert composed[0] == composed[1]
+    assert composed[0].budget.updates == 750

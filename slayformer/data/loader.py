@@ -55,7 +55,7 @@ class WindowLoader:
                 f"use more text or a shorter context"
             )
         self._stream = stream
-        self._context_length = context_length
+        self.context_length = context_length
         self._seed = seed
         self._end_of_text = end_of_text
         self._isolate_documents = isolate_documents
@@ -64,9 +64,9 @@ class WindowLoader:
 
     def batch(self, sample_indices: Sequence[int]) -> Batch:
         """Return the samples with these global indices, in this order."""
-        tokens = np.empty((len(sample_indices), self._context_length + 1), dtype=np.int64)
+        tokens = np.empty((len(sample_indices), self.context_length + 1), dtype=np.int64)
         for row, index in zip(tokens, sample_indices, strict=True):
-            self._stream.read_into(row, self.window(index) * self._context_length)
+            self._stream.read_into(row, self.window(index) * self.context_length)
         ids_BT = np.ascontiguousarray(tokens[:, :-1])
         targets_BT = np.ascontiguousarray(tokens[:, 1:])
         documents: tuple[torch.Tensor, ...] = ()

@@ -26,28 +26,31 @@ from rich.progress import (
 )
 
 from slayformer.cli import EXIT_INTERRUPTED
-from slayformer.config import TrainConfig
-from slayformer.evaluation.report import is_finished
+from slayformer.config import RecallConfig, TrainConfig
+from slayformer.evaluation.runs import is_finished
 
-TRAIN = Path(__file__).resolve().parents[2] / "train.py"
+ROOT = Path(__file__).resolve().parents[2]
+TRAIN, RECALL = ROOT / "train.py", ROOT / "scripts" / "recall.py"
 POLL_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One run: `overrides` are what train.py is given, `config` and `updates` what they mean."""
+    """One run: `overrides` are what `script` is given, `config` and `updates` what they mean."""
 
     folder: Path
     mechanism: str
     seed: int
     overrides: list[str]
-    config: TrainConfig
+    config: TrainConfig | RecallConfig
     updates: int
+    script: Path = TRAIN
 
     @property
     def title(self) -> str:
-        """What a person reads: the mechanism and the seed."""
-        return f"{self.mechanism} seed {self.seed}"
+        """What a person reads: the mechanism, the task if it is not language, and the seed."""
+        task = " recall" if self.script == RECALL else ""
+        return f"{self.mechanism}{task} seed {self.seed}"
 
     @property
     def log(self) -> Path:
@@ -141,7 +144,7 @@ class RunningCell:
 
     def _start(self, threads: int) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            [sys.executable, str(TRAIN), *self.cell.overrides],
+            [sys.executable, str(self.cell.script), *self.cell.overrides],
             stdin=subprocess.DEVNULL,
             stdout=self.log,
             stderr=subprocess.STDOUT,
@@ -163,7 +166,7 @@ class RunningCell:
             return
         if train:
             update, loss = train[-1]["update"], train[-1]["loss"]
-            status = f"update {update}/{self.cell.updates}, training loss {loss:.3f} nats/token"
+            status = f"update {update}/{self.cell.updates}, training loss {loss:.3f} nats"
             self.progress.update(self.task, completed=update, status=status)
 
 
@@ -172,8 +175,12 @@ def _tell_end(ended: RunningCell, console: Console) -> bool:
     cell = ended.cell
     if is_finished(cell.folder):
         summary = json.loads((cell.folder / "summary.json").read_text(encoding="utf-8"))
-        loss, seconds = summary["validation_loss"], summary["seconds"]
-        console.print(f"{cell.title}: validation loss {loss:.4f} nats/token, {seconds:.0f} s")
+        if cell.script == RECALL:
+            pairs, share = list(summary["accuracy"].items())[-1]
+            told = f"{100 * share:.1f} % of {pairs} pairs recalled"
+        else:
+            told = f"validation loss {summary['validation_loss']:.4f} nats/token"
+        console.print(f"{cell.title}: {told}, {summary['seconds']:.0f} s")
         return True
     code = ended.process.returncode if ended.process else None
     last = cell.log.read_text(encoding="utf-8", errors="replace").splitlines()[-10:]

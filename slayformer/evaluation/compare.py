@@ -17,14 +17,16 @@ from typing import Any
 from rich.console import Console
 
 from slayformer.cli import compose, quoted
-from slayformer.config import CompareConfig
+from slayformer.config import CompareConfig, RecallConfig, TrainConfig
 from slayformer.config_loading import load_config, to_plain
 from slayformer.data.prepare import prepare
 from slayformer.data.shards import write_atomically
 from slayformer.data.tokenizer import vocabulary_size
 from slayformer.errors import ConfigError, UserError
-from slayformer.evaluation.cells import Cell, train_cells
-from slayformer.evaluation.report import print_rows, read_run, write_report
+from slayformer.evaluation import recall
+from slayformer.evaluation.cells import RECALL, Cell, train_cells
+from slayformer.evaluation.report import print_report, write_report
+from slayformer.evaluation.runs import read_recall, read_run
 from slayformer.training.budget import make_plan
 from slayformer.training.schedule import check_schedule
 
@@ -58,7 +60,9 @@ def run(config: CompareConfig, overrides: Sequence[str]) -> int:
     cells = plan_cells(config, overrides, directory)
     record = join_record(directory, cells)
     # once, here: its errors are the user's, and runs at the same time would do it twice
-    prepare(cells[0].config.data, cells[0].config.tokenizer)
+    first = cells[0].config
+    assert isinstance(first, TrainConfig)
+    prepare(first.data, first.tokenizer)
     _write_record(directory, record)
     threads = config.threads or max(1, (os.cpu_count() or 1) // config.jobs)
     console = Console()
@@ -73,12 +77,13 @@ def run(config: CompareConfig, overrides: Sequence[str]) -> int:
     if config.jobs > 1:
         notes.append(f"tokens/s: {config.jobs} runs shared the machine at a time.")
     finished = [cell for cell in cells if cell not in failed]
-    if finished:
-        runs = [read_run(cell.folder) for cell in finished]
-        rows = write_report(directory, runs, notes)
-        print_rows(rows, runs[0].summary["unigram_loss"])
-        for name in ("comparison.md", "comparison.csv", "comparison.json", "curves.png"):
-            console.print(str(directory / name), soft_wrap=True)
+    runs = [read_run(cell.folder) for cell in finished if cell.script != RECALL]
+    if runs:
+        recalls = [read_recall(cell.folder) for cell in finished if cell.script == RECALL]
+        report = write_report(directory, runs, recalls, notes)
+        print_report(report)
+        for path in report.files:
+            console.print(str(path), soft_wrap=True)
     for cell in failed:
         console.print(f"did not finish: {cell.title}, see {cell.log}", soft_wrap=True)
     return 1 if failed else 0
@@ -97,18 +102,39 @@ def plan_cells(config: CompareConfig, overrides: Sequence[str], directory: Path)
         key = override.lstrip("+~").partition("=")[0]
         if key in OWN_TRAIN_KEYS:
             raise ConfigError(key, override.partition("=")[2], OWN_TRAIN_KEYS[key])
+    own = [o for o in overrides if o.startswith("recall.")]
+    if own and not config.recall:
+        raise ConfigError(own[0].partition("=")[0], own[0].partition("=")[2], "set recall=true too")
+    shared = [o for o in overrides if o not in own]
     cells = []
     for seed in config.seeds:
         for mechanism in config.attention:
-            folder = directory / f"{mechanism}-seed{seed}"
-            given = [*overrides, f"attention={mechanism}", f"seed={seed}"]
-            # without a checkpoint in it, resume=auto starts anew
-            given += [f"run_directory={quoted(str(folder))}", "resume=auto"]
-            train_config = load_config(compose("train", given))
-            plan = make_plan(train_config, vocabulary_size(train_config.tokenizer), world_size=1)
-            check_schedule(train_config.schedule, plan.updates)
-            cells.append(Cell(folder, mechanism, seed, given, train_config, plan.updates))
+            cells.append(_plan_training(directory, mechanism, seed, shared))
+        for mechanism in config.attention if config.recall else ():
+            options = [o for o in shared if o.startswith("attention.")]
+            options += [o.removeprefix("recall.") for o in own]
+            cells.append(_plan_recall(directory, mechanism, seed, options))
     return cells
+
+
+def _plan_training(directory: Path, mechanism: str, seed: int, overrides: list[str]) -> Cell:
+    folder = directory / f"{mechanism}-seed{seed}"
+    given = [*overrides, f"attention={mechanism}", f"seed={seed}"]
+    # without a checkpoint in it, resume=auto starts anew
+    given += [f"run_directory={quoted(str(folder))}", "resume=auto"]
+    train_config = load_config(compose("train", given))
+    plan = make_plan(train_config, vocabulary_size(train_config.tokenizer), world_size=1)
+    check_schedule(train_config.schedule, plan.updates)
+    return Cell(folder, mechanism, seed, given, train_config, plan.updates)
+
+
+def _plan_recall(directory: Path, mechanism: str, seed: int, overrides: list[str]) -> Cell:
+    folder = directory / f"{mechanism}-recall-seed{seed}"
+    given = [*overrides, f"attention={mechanism}", f"seed={seed}"]
+    given += [f"run_directory={quoted(str(folder))}"]
+    config = load_config(compose("recall", given), RecallConfig)
+    recall.check(config)
+    return Cell(folder, mechanism, seed, given, config, config.updates, script=RECALL)
 
 
 def join_record(directory: Path, cells: Sequence[Cell]) -> dict[str, Any]:
@@ -117,21 +143,28 @@ def join_record(directory: Path, cells: Sequence[Cell]) -> dict[str, Any]:
     More seeds and mechanisms may join one that is there; raises ConfigError if anything else
     differs, for then it is another comparison.
     """
-    shared = to_plain(cells[0].config)
-    for key in OWN_TRAIN_KEYS:
-        shared.pop(key)
-    attention = {cell.mechanism: to_plain(cell.config)["attention"] for cell in cells}
+    settings: dict[str, Any] = {"attention": {}}
+    for cell in cells:
+        name = "recall" if cell.script == RECALL else "shared"
+        plain = to_plain(cell.config)
+        settings["attention"][cell.mechanism] = plain["attention"]
+        settings[name] = {k: v for k, v in plain.items() if k not in OWN_TRAIN_KEYS}
     path = directory / SETTINGS_FILE
     try:
         earlier = json.loads(path.read_text(encoding="utf-8"))
         known = earlier["attention"]
-        before = {"attention": {**attention, **known}, **earlier["shared"]}
+        before = {**earlier["shared"], "recall": earlier.get("recall"), "attention": known}
     except FileNotFoundError:
-        return {"shared": shared, "attention": attention}
+        return settings
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is not the settings of a comparison: {error!r}") from error
-    _refuse_change(before, {"attention": {**known, **attention}, **shared}, directory)
-    return {"shared": shared, "attention": {**known, **attention}}
+    settings["attention"] = {**known, **settings["attention"]}
+    # recall may join later, and be left out again
+    settings.setdefault("recall", before["recall"])
+    before["recall"] = before["recall"] or settings["recall"]
+    now = {**settings["shared"], "recall": settings["recall"], "attention": settings["attention"]}
+    _refuse_change({**before, "attention": {**now["attention"], **known}}, now, directory)
+    return settings
 
 
 def _write_record(directory: Path, record: dict[str, Any]) -> None:
@@ -146,9 +179,11 @@ def _write_record(directory: Path, record: dict[str, Any]) -> None:
 
 def _refuse_change(earlier: Any, now: Any, directory: Path, path: str = "") -> None:
     if isinstance(earlier, dict) and isinstance(now, dict):
-        for key in sorted(earlier.keys() | now.keys()):
-            name = f"{path}.{key}".lstrip(".")
-            _refuse_change(earlier.get(key), now.get(key), directory, name)
+        for key in sorted(now):
+            # an option that the program did not have at that time says nothing
+            if key in earlier:
+                name = f"{path}.{key}".lstrip(".")
+                _refuse_change(earlier[key], now[key], directory, name)
     elif earlier != now:
         hint = f"the comparison in {directory} was made with {earlier}; choose another directory"
         raise ConfigError(path, now, hint)

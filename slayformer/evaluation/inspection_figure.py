@@ -10,7 +10,7 @@ import numpy as np
 
 from slayformer.evaluation.attention_sample import COSINES
 from slayformer.evaluation.fidelity import NORMALISER_EDGES, UNIFORM, Measurement
-from slayformer.evaluation.report import COLOURS, DASHES
+from slayformer.evaluation.report_figure import COLOURS, DASHES
 
 # with more curves, the bands of percentiles hide them
 MOST_BANDS = 3

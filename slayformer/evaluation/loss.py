@@ -21,11 +21,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LossTotals:
-    """Sums over scored tokens: cross entropy in nats, tokens, and UTF-8 bytes they stand for."""
+    """Sums over scored tokens: cross entropy in nats, tokens, and UTF-8 bytes they stand for.
+
+    `nats_T` and `tokens_T` are the same sums for each position in the window, if kept.
+    """
 
     nats: float
     tokens: int
     bytes: int
+    nats_T: tuple[float, ...] = ()
+    tokens_T: tuple[int, ...] = ()
 
     @property
     def loss(self) -> float:
@@ -41,6 +46,24 @@ class LossTotals:
     def bits_per_byte(self) -> float:
         """Bits of cross entropy per byte, comparable between tokenizers; NaN without bytes."""
         return self.nats / math.log(2) / self.bytes if self.bytes else math.nan
+
+    def by_position(self) -> list[dict[str, float]]:
+        """Return the loss at positions 0, 1, 2–3, 4–7, …: {first, last, tokens, loss} each.
+
+        A mechanism that uses its context has a loss that falls along it. Position t predicts from
+        t + 1 tokens.
+        """
+        stretches = []
+        first, last = 0, 0
+        while first < len(self.nats_T):
+            last = min(last, len(self.nats_T) - 1)
+            here = slice(first, last + 1)
+            tokens = sum(self.tokens_T[here])
+            if tokens:
+                loss = sum(self.nats_T[here]) / tokens
+                stretches.append({"first": first, "last": last, "tokens": tokens, "loss": loss})
+            first, last = last + 1, max(1, 2 * last + 1)
+        return stretches
 
 
 def validation_windows(loader: WindowLoader, tokens: int, context_length: int) -> int:
@@ -73,8 +96,10 @@ def score(
     parameter = next(objective.parameters(), None)
     device = torch.device("cpu") if parameter is None else parameter.device
     bytes_of_id = torch.from_numpy(np.asarray(byte_lengths, dtype=np.int64))
-    # nats, tokens, bytes; counts are exact in fp64 up to 2^53
-    totals = torch.zeros(3, dtype=torch.float64)
+    # bytes, then nats and tokens by position; counts are exact in fp64 up to 2^53
+    length = loader.context_length
+    byte_count = torch.zeros(1, dtype=torch.float64)
+    nats_T, tokens_T = (torch.zeros(length, dtype=torch.float64) for _ in range(2))
     stride = world_size() * batch_samples
     was_training = objective.training
     objective.eval()
@@ -88,13 +113,20 @@ def score(
                 targets_BT = torch.full_like(targets_BT, IGNORE_INDEX)
             inputs = (batch.ids_BT, targets_BT, batch.document_ids_BT, batch.position_ids_BT)
             nats_BT = objective(*(None if part is None else part.to(device) for part in inputs))
-            scored = targets_BT[targets_BT != IGNORE_INDEX]
-            totals[0] += nats_BT.sum(dtype=torch.float64).cpu()
-            totals[1] += scored.numel()
-            totals[2] += bytes_of_id[scored].sum()
+            scored_BT = targets_BT != IGNORE_INDEX
+            nats_T += nats_BT.sum(dim=0, dtype=torch.float64).cpu()
+            tokens_T += scored_BT.sum(dim=0)
+            byte_count += bytes_of_id[targets_BT[scored_BT]].sum()
             if progress is not None:
                 progress(stop - start)
     finally:
         objective.train(was_training)
-    nats, tokens, byte_count = sum_over_ranks(totals).tolist()
-    return LossTotals(nats, int(tokens), int(byte_count))
+    totals = sum_over_ranks(torch.cat([byte_count, nats_T, tokens_T]))
+    byte_count, nats_T, tokens_T = totals.split([1, length, length])
+    return LossTotals(
+        nats=nats_T.sum().item(),
+        tokens=int(tokens_T.sum()),
+        bytes=int(byte_count),
+        nats_T=tuple(nats_T.tolist()),
+        tokens_T=tuple(int(count) for count in tokens_T.tolist()),
+    )

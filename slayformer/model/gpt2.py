@@ -174,6 +174,19 @@ class GPT2(nn.Module):
         attention = sum(block.attention.flops_per_token(sequence_length) for block in self.blocks)  # type: ignore[operator, union-attr]
         return 2 * (matrices + head) + attention
 
+    def state_bytes(self, sequence_length: int) -> int:
+        """Return the bytes all mechanisms remember of one sequence of that many tokens, fp32."""
+        return sum(block.attention.state_bytes(sequence_length) for block in self.blocks)  # type: ignore[operator, union-attr]
+
+    def guarded_share(self) -> Tensor | None:
+        """Return the share of rows whose normaliser was guarded in the last call, mean of layers.
+
+        None for mechanisms without a guard.
+        """
+        shares = [getattr(block.attention, "guarded_share", None) for block in self.blocks]
+        guarded = [share for share in shares if share is not None]
+        return torch.stack(guarded).mean() if guarded else None
+
     def forward(
         self,
         ids_BT: Tensor,

@@ -19,6 +19,7 @@ from slayformer.data.tokenizer import vocabulary_size
 from slayformer.errors import UserError
 from slayformer.evaluation.loss import LossTotals, score
 from slayformer.model.gpt2 import GPT2
+from slayformer.registry import attention_entry
 from slayformer.training import checkpoint, distributed
 from slayformer.training.budget import Plan, make_plan
 from slayformer.training.engine import TrainingEngine
@@ -132,11 +133,14 @@ class Training:
         targets = len(samples) * self.plan.context_length
         passes = self.plan.micro_batches(self.update, distributed.rank())
         own_nats = torch.zeros((), dtype=torch.float64, device=self.engine.device)
+        guarded = []
         for number, micro_batch in enumerate(passes, start=1):
             batch = self.inputs.micro_batch(micro_batch, padding_sample=samples[0])
             nats_BT = self.engine.forward(batch)
             # every token of the update weighs the same, whatever the passes and ranks
             loss = nats_BT.sum() * (distributed.world_size() / targets)
+            share = self.engine.objective.model.guarded_share()
+            guarded += [] if share is None else [share]
             self.engine.backward(loss, last=number == len(passes))
             own_nats += nats_BT.detach().sum(dtype=torch.float64)
         own = torch.tensor([own_nats.item(), float(stop.received)], dtype=torch.float64)
@@ -163,6 +167,8 @@ class Training:
                 "samples": self.plan.samples_at(self.update),
                 "milliseconds": milliseconds,
             }
+            if guarded:
+                record["guarded_share"] = torch.stack(guarded).mean().item()
             self.log.train(record, mean_tokens_per_second=self.meter.tokens_per_second)
         return stops > 0
 
@@ -235,15 +241,22 @@ class Training:
         peak_bytes = max(distributed.gather_objects(peak_memory_bytes(self.engine.device)))
         if self.log is None:
             return
+        model, length = self.engine.objective.model, self.plan.context_length
+        options = self.config.attention
+        mechanism = options.mechanism or options.name
         summary = {
             "mechanism": self.config.attention.name,
             "seed": self.config.seed,
             "updates": self.plan.updates,
             "tokens": self.plan.tokens_at(self.plan.updates),
-            "parameters": own_parameters(self.engine.objective.model),
+            "parameters": own_parameters(model),
+            "flops_per_token": model.flops_per_token(length),
+            "state_bytes": model.state_bytes(length),
+            "control": attention_entry(mechanism).attention.control,
             "validation_loss": totals.loss,
             "perplexity": totals.perplexity,
             "bits_per_byte": totals.bits_per_byte,
+            "loss_by_position": totals.by_position(),
             "unigram_loss": unigram,
             "tokens_per_second": self.meter.tokens_per_second,
             "peak_memory_bytes": peak_bytes,

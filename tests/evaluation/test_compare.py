@@ -114,6 +114,43 @@ def test_a_folder_belongs_to_one_comparison(tmp_path: Path) -> None:
     claim([], attention=["slay", "linear_elu"], seeds=[4])
 
 
+def test_recall_runs_beside_training(tmp_path: Path) -> None:
+    wanted = [*SMALL, "attention.delta=1e-5", "recall.updates=70"]
+    cells = plan_cells(request(attention=["slay"], recall=True), wanted, tmp_path)
+    assert [cell.title for cell in cells] == [
+        *("slay seed 1", "slay recall seed 1", "slay seed 2", "slay recall seed 2"),
+    ]
+    training, recall = (cell.config for cell in cells[:2])
+    assert recall.updates == 70
+    assert recall.run_directory == str(tmp_path / "slay-recall-seed1")
+    assert recall.attention == training.attention
+    assert recall.attention.delta == 1e-5
+    with pytest.raises(ConfigError, match=r"recall\.updates=70: set recall=true"):
+        plan_cells(request(), wanted, tmp_path)
+    with pytest.raises(ConfigError, match="pairs=65"):
+        plan_cells(request(recall=True), [*SMALL, "recall.pairs=[65]"], tmp_path)
+    # it may join a comparison later, be left out again, and not change
+    for overrides, changes in (
+        ([], {}),
+        (["recall.updates=70"], {"recall": True}),
+        ([], {}),
+    ):
+        cells = plan_cells(request(**changes), [*SMALL, *overrides], tmp_path)
+        (tmp_path / SETTINGS_FILE).write_text(json.dumps(join_record(tmp_path, cells)))
+    cells = plan_cells(request(recall=True), [*SMALL, "recall.updates=71"], tmp_path)
+    with pytest.raises(ConfigError, match=r"recall\.updates=71: .* made with 70"):
+        join_record(tmp_path, cells)
+
+
+def test_options_unknown_at_that_time_are_no_change(tmp_path: Path) -> None:
+    cells = plan_cells(request(), SMALL, tmp_path)
+    record = join_record(tmp_path, cells)
+    del record["attention"]["slay"]["epsilon"]
+    del record["shared"]["model"]["short_convolution"]
+    (tmp_path / SETTINGS_FILE).write_text(json.dumps(record))
+    assert "short_convolution" in join_record(tmp_path, cells)["shared"]["model"]
+
+
 def test_a_folder_of_something_else_is_not_touched(tmp_path: Path) -> None:
     (tmp_path / SETTINGS_FILE).write_text("{}")
     with pytest.raises(UserError, match="not the settings of a comparison"):

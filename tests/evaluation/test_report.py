@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from slayformer.errors import UserError
-from slayformer.evaluation.report import Run, is_finished, make_rows, write_report
+from slayformer.evaluation.report import make_rows, write_report
+from slayformer.evaluation.runs import Run, is_finished
 
 MIB = 2**20
 
@@ -89,13 +90,14 @@ def test_a_diverged_mechanism_comes_last() -> None:
 
 
 def test_report_files_hold_the_table(tmp_path: Path) -> None:
-    rows = write_report(tmp_path, three_mechanisms(), notes=["Did not finish: yat seed 2."])
+    rows = write_report(tmp_path, three_mechanisms(), notes=["Did not finish: yat seed 2."]).rows
     lines = (tmp_path / "comparison.md").read_text(encoding="utf-8").splitlines()
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if "|" in line]
     assert cells[0][:2] == ["mechanism", "validation loss (nats/token)"]
     assert cells[2][:2] == ["slay", "3.1000 ± 0.1000"]
     assert cells[3][:2] == ["softmax", "3.3000 ± 0.2828"]
     expected = ["linear_elu", "3.8000 (1 seed)", "44.70", "1.9000", "1,000", "100", "12,345"]
+    expected += ["–"] * 3
     assert cells[4] == expected
     text = "\n".join(lines)
     assert "over seeds: slay 1, 2, 3; softmax 1, 2; linear_elu 1." in text
@@ -113,6 +115,48 @@ def test_report_files_hold_the_table(tmp_path: Path) -> None:
     record = json.loads((tmp_path / "comparison.json").read_text(encoding="utf-8"))
     assert [row["loss"] for row in record["rows"]] == [row.loss for row in rows]
     assert len(record["runs"]) == 6
+
+
+def test_positions_and_recall_are_means_over_seeds(tmp_path: Path) -> None:
+    def placed(run: Run, near: float, far: float, guarded: float | None = None) -> Run:
+        stretches = [
+            {"first": 0, "last": 0, "tokens": 4, "loss": near},
+            {"first": 1, "last": 1, "tokens": 4, "loss": far},
+        ]
+        more = {"loss_by_position": stretches, "control": run.mechanism == "softmax"}
+        metrics = run.metrics
+        if guarded is not None:
+            metrics = [{**record, "guarded_share": guarded} for record in metrics]
+        return replace(run, summary={**run.summary, **more}, metrics=metrics)
+
+    def recall(mechanism: str, seed: int, few: float, many: float) -> dict:
+        model = {"layers": 2, "width": 64, "short_convolution": 4}
+        accuracy = {"4": few, "64": many}
+        return {
+            **{"mechanism": mechanism, "seed": seed, "accuracy": accuracy, "updates": 9},
+            **{"chance": 1 / 64, "config": {"model": model}},
+        }
+
+    runs = [
+        placed(synthetic_run("slay", 1, 3.0), 5.0, 3.0, guarded=0.25),
+        placed(synthetic_run("slay", 2, 3.2), 6.0, 2.0, guarded=0.5),
+        placed(synthetic_run("softmax", 1, 3.5), 4.0, 3.5),
+    ]
+    recalls = [recall("slay", 1, 0.5, 0.1), recall("slay", 2, 1.0, 0.2)]
+    report = write_report(tmp_path, runs, recalls)
+    slay, softmax = report.rows
+    assert [stretch["loss"] for stretch in slay.loss_by_position] == [5.5, 2.5]
+    assert (slay.recall, softmax.recall) == ({"4": 0.75, "64": pytest.approx(0.15)}, {})
+    assert (slay.guarded_share, softmax.guarded_share) == (0.375, None)
+    assert (slay.label, softmax.label) == ("slay", "softmax (control)")
+    text = (tmp_path / "comparison.md").read_text(encoding="utf-8")
+    assert "| slay | 5.500 | 2.500 |" in text
+    assert "| slay | 75.0 | 15.0 |" in text
+    assert "9 updates, seeds 1, 2; chance 1.6 %" in text
+    assert [path.name for path in report.files if path.suffix == ".png"] == [
+        *("curves.png", "positions.png", "recall.png"),
+    ]
+    assert all(path.stat().st_size > 500 for path in report.files)
 
 
 def test_training_curves_average_neighbours() -> None:

@@ -1,0 +1,186 @@
+"""Multi-query associative recall (MQAR; Arora et al., 2023, "Zoology"): a task for the context.
+
+A sequence names n key-value pairs, k₁ v₁ k₂ v₂ …, each key once, and then asks for all of them in
+another order: after each key the model has to say its value. Nothing but the context tells it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
+from torch.nn import functional as F
+
+from slayformer.attention.base import generator
+from slayformer.config import RecallConfig
+from slayformer.config_loading import to_plain
+from slayformer.errors import ConfigError
+from slayformer.model.gpt2 import GPT2
+from slayformer.training.objective import IGNORE_INDEX
+from slayformer.training.optimizer import build_optimizer
+from slayformer.training.run_directory import write_json
+from slayformer.training.schedule import check_schedule, learning_rate
+
+# training, evaluation and weights draw apart from one another
+EVALUATION_SEED = 2**31 - 1
+
+
+def draw_batch(
+    pairs: int, samples: int, *, keys: int, values: int, draws: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Return ids and targets, both [samples, 4 pairs]; targets are IGNORE_INDEX but at queries.
+
+    Keys are ids 0 … keys − 1, values the `values` ids after them. Keys of a sequence differ, so
+    `pairs` must not be above `keys`.
+    """
+    key_BN = torch.rand(samples, keys, generator=draws).argsort(dim=-1)[:, :pairs]
+    value_BN = keys + torch.randint(values, (samples, pairs), generator=draws)
+    order_BN = torch.rand(samples, pairs, generator=draws).argsort(dim=-1)
+    asked_BN, answer_BN = key_BN.gather(1, order_BN), value_BN.gather(1, order_BN)
+    told = torch.stack([key_BN, value_BN], dim=-1).flatten(1)
+    asked = torch.stack([asked_BN, answer_BN], dim=-1).flatten(1)
+    targets = torch.full_like(asked, IGNORE_INDEX)
+    targets[:, ::2] = answer_BN
+    return torch.cat([told, asked], dim=1), torch.cat(
+        [torch.full_like(told, IGNORE_INDEX), targets], dim=1
+    )
+
+
+def run(config: RecallConfig) -> dict[str, Any]:
+    """Train on every number of pairs in turn, and return and write the accuracy for each.
+
+    The run directory gets metrics.jsonl and, at the end, summary.json with `accuracy`: the share
+    of values named right, by number of pairs. Raises ConfigError for what cannot work.
+    """
+    check(config)
+    console = Console()
+    default = time.strftime(f"runs/recall-{config.attention.name}-%Y-%m-%d_%H-%M-%S")
+    directory = Path(config.run_directory or default).absolute()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        hint = f"the folder cannot be made: {error.strerror}"
+        raise ConfigError("run_directory", directory, hint) from error
+    start = time.monotonic()
+    model = _train(config, directory, console)
+    accuracy = {pairs: _accuracy(model, config, pairs) for pairs in config.pairs}
+    seconds = time.monotonic() - start
+    summary = {
+        "mechanism": config.attention.name,
+        "seed": config.seed,
+        "updates": config.updates,
+        "accuracy": {str(pairs): share for pairs, share in accuracy.items()},
+        "chance": 1 / config.values,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "seconds": seconds,
+        "config": to_plain(config),
+        "finished": True,
+    }
+    write_json(directory / "summary.json", summary)
+    told = ", ".join(f"{100 * share:.1f} % of {pairs}" for pairs, share in accuracy.items())
+    console.print(f"recalled values: {told} pairs; chance {100 / config.values:.1f} %")
+    console.print(f"{seconds:.0f} s, run directory: {directory}", soft_wrap=True)
+    return summary
+
+
+def check(config: RecallConfig) -> None:
+    """Raise ConfigError for sizes that cannot work together."""
+    if not config.pairs or min(config.pairs) < 1:
+        raise ConfigError("pairs", config.pairs, "name at least one number, each above 0")
+    most = max(config.pairs)
+    if most > config.keys:
+        raise ConfigError("pairs", most, f"keys of a sequence differ: at most keys={config.keys}")
+    if 4 * most > config.model.context_length:
+        hint = f"{most} pairs told and asked take {4 * most} tokens: set model.context_length so"
+        raise ConfigError("pairs", most, hint)
+    if config.tokens_per_update < 4 * most:
+        hint = f"a sequence of {most} pairs alone takes {4 * most} tokens"
+        raise ConfigError("tokens_per_update", config.tokens_per_update, hint)
+    check_schedule(config.schedule, config.updates)
+
+
+def _train(config: RecallConfig, directory: Path, console: Console) -> GPT2:
+    model = GPT2(
+        config.model,
+        config.attention,
+        vocabulary_size=config.keys + config.values,
+        seed=config.seed,
+    )
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model.to(device)
+    optimizer = build_optimizer(model, config.optimizer, device)
+    draws = generator(config.seed)
+    progress = Progress(
+        TextColumn(f"{config.attention.name}: update"),
+        MofNCompleteColumn(),
+        BarColumn(bar_width=24),
+        TextColumn("{task.fields[told]}"),
+        TimeRemainingColumn(),
+        console=console,
+    )
+    with progress, (directory / "metrics.jsonl").open("w", encoding="utf-8") as metrics:
+        task = progress.add_task("", total=config.updates, told="")
+        for update in range(config.updates):
+            pairs = config.pairs[update % len(config.pairs)]
+            samples = config.tokens_per_update // (4 * pairs)
+            loss = _loss(model, _batch(config, pairs, samples, draws, device))
+            loss.backward()
+            if config.optimizer.gradient_clipping:
+                torch.nn.utils.clip_grad_norm_(
+                    model.parameters(), config.optimizer.gradient_clipping
+                )
+            rate = learning_rate(
+                update,
+                config.updates,
+                peak=config.optimizer.learning_rate,
+                schedule=config.schedule,
+            )
+            for group in optimizer.param_groups:
+                group["lr"] = rate * group["learning_rate_scale"]
+            optimizer.step()
+            optimizer.zero_grad()
+            record = {"kind": "train", "update": update + 1, "pairs": pairs, "loss": loss.item()}
+            metrics.write(json.dumps(record) + "\n")
+            metrics.flush()
+            told = f"loss {record['loss']:.3f} nats/answer at {pairs} pairs"
+            progress.update(task, advance=1, told=told)
+    return model.eval()
+
+
+def _batch(
+    config: RecallConfig, pairs: int, samples: int, draws: torch.Generator, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    ids, targets = draw_batch(pairs, samples, keys=config.keys, values=config.values, draws=draws)
+    return ids.to(device), targets.to(device)
+
+
+def _loss(model: GPT2, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Return the mean cross entropy of the answers in nats."""
+    ids_BT, targets_BT = batch
+    hidden_BTC, _ = model(ids_BT)
+    asked_BT = targets_BT != IGNORE_INDEX
+    return F.cross_entropy(model.logits(hidden_BTC[asked_BT]), targets_BT[asked_BT])
+
+
+@torch.no_grad()
+def _accuracy(model: GPT2, config: RecallConfig, pairs: int) -> float:
+    """Return the share of answers that the model's most likely token gets right."""
+    device = model.token_embedding.weight.device
+    draws = generator(EVALUATION_SEED)
+    right = total = 0
+    at_once = max(1, 4 * config.tokens_per_update // (4 * pairs))
+    for start in range(0, config.evaluation_samples, at_once):
+        samples = min(at_once, config.evaluation_samples - start)
+        ids_BT, targets_BT = _batch(config, pairs, samples, draws, device)
+        hidden_BTC, _ = model(ids_BT)
+        asked_BT = targets_BT != IGNORE_INDEX
+        answers = model.logits(hidden_BTC[asked_BT]).argmax(dim=-1)
+        right += int((answers == targets_BT[asked_BT]).sum())
+        total += answers.numel()
+    return right / total

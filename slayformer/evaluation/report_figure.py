@@ -1,0 +1,135 @@
+"""The pictures of a comparison: losses over training, losses along the context, recall."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from slayformer.evaluation.report import Row
+    from slayformer.evaluation.runs import Run
+
+# Okabe and Ito's colours, told apart by colour-blind eyes; markers repeat the difference, and of
+# curves that lie on one another dashes show both
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+MARKERS = "osD^vPX"
+DASHES = ("-", "--", "-.", ":")
+
+
+def draw_curves(path: Path, runs: Sequence[Run], mechanisms: Sequence[str]) -> None:
+    """Draw training and validation loss against training tokens to `path`.
+
+    Each seed is a thin line, the mean over a mechanism's seeds a thick one; `mechanisms` gives the
+    order of the legend.
+    """
+    from matplotlib.figure import Figure
+
+    # a Figure of its own draws with Agg and leaves pyplot's global state alone
+    figure = Figure(figsize=(11, 4.6), layout="constrained", dpi=150)
+    left, right = figure.subplots(1, 2)
+    for number, mechanism in enumerate(mechanisms):
+        mine = [run for run in runs if run.mechanism == mechanism]
+        style: dict[str, Any] = {
+            "color": COLOURS[number % len(COLOURS)],
+            "linestyle": DASHES[number % len(DASHES)],
+        }
+        for axes, kind in ((left, "train"), (right, "validation")):
+            curves = [curve for run in mine if (curve := run.curve(kind))]
+            for curve in curves if len(curves) > 1 else []:
+                axes.plot(*zip(*curve, strict=True), linewidth=0.6, alpha=0.6, **style)
+            count = "1 seed" if len(mine) == 1 else f"{len(mine)} seeds"
+            label = f"{mechanism} ({count})"
+            (line,) = axes.plot(*_mean_curve(curves), label=label, linewidth=1.8, **style)
+            if kind == "validation":
+                line.set(marker=MARKERS[number % len(MARKERS)], markersize=4)
+    for axes, title in ((left, "Training loss"), (right, "Validation loss")):
+        axes.axhline(
+            runs[0].summary["unigram_loss"], color="#777777", linewidth=1, label="unigram floor"
+        )
+        axes.set(title=title, xlabel="training tokens", ylabel="loss (nats/token)")
+        axes.xaxis.set_major_formatter(_tokens_label)
+        axes.grid(alpha=0.25)
+    right.legend(fontsize=9)
+    figure.savefig(path)
+
+
+def _mean_curve(curves: Sequence[Sequence[tuple[int, float]]]) -> tuple[list[int], list[float]]:
+    """Return tokens and mean losses at the tokens that every curve has."""
+    by_tokens = [dict(curve) for curve in curves]
+    shared = [t for t in (by_tokens[0] if by_tokens else {}) if all(t in one for one in by_tokens)]
+    return shared, [statistics.fmean(one[t] for one in by_tokens) for t in shared]
+
+
+def _tokens_label(value: float, _position: object = None) -> str:
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:g} {unit}"
+    return f"{value:g}"
+
+
+def draw_positions(path: Path, rows: Sequence[Row]) -> None:
+    """Draw each mechanism's loss by position in the context, less the mean of all, to `path`.
+
+    All fall along the context; what tells them apart is how far each is from the others.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.6), layout="constrained", dpi=150)
+    axes = figure.subplots()
+    count = min(len(row.loss_by_position) for row in rows)
+    middle = [
+        statistics.fmean(row.loss_by_position[i]["loss"] for row in rows) for i in range(count)
+    ]
+    labels = [_stretch(stretch) for stretch in rows[0].loss_by_position[:count]]
+    for number, row in enumerate(rows):
+        losses = [row.loss_by_position[i]["loss"] - middle[i] for i in range(count)]
+        axes.plot(
+            range(count), losses, label=row.label, linewidth=1.8, markersize=4, **_style(number)
+        )
+    axes.axhline(0, color="#777777", linewidth=1)
+    axes.set(
+        title="Validation loss by position in the context",
+        xlabel="position (tokens before the one predicted, less one)",
+        ylabel="loss − mean of all (nats/token)",
+    )
+    axes.set_xticks(range(count), labels)
+    axes.grid(alpha=0.25)
+    axes.legend(fontsize=8, ncols=2)
+    figure.savefig(path)
+
+
+def draw_recall(path: Path, rows: Sequence[Row], chance: float) -> None:
+    """Draw the share of values recalled against the number of pairs to `path`."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.6), layout="constrained", dpi=150)
+    axes = figure.subplots()
+    for number, row in enumerate(rows):
+        pairs = [int(count) for count in row.recall]
+        shares = [100 * share for share in row.recall.values()]
+        axes.plot(pairs, shares, label=row.label, linewidth=1.8, markersize=4, **_style(number))
+    axes.axhline(100 * chance, color="#777777", linewidth=1, label="chance")
+    axes.set_xscale("log", base=2)
+    counts = sorted({int(count) for row in rows for count in row.recall})
+    axes.set_xticks(counts, [str(count) for count in counts])
+    axes.set(
+        title="Associative recall", xlabel="key-value pairs in the context", ylabel="recalled (%)"
+    )
+    axes.grid(alpha=0.25)
+    axes.legend(fontsize=8, ncols=2)
+    figure.savefig(path)
+
+
+def _style(number: int) -> dict[str, Any]:
+    return {
+        "color": COLOURS[number % len(COLOURS)],
+        "linestyle": DASHES[number % len(DASHES)],
+        "marker": MARKERS[number % len(MARKERS)],
+    }
+
+
+def _stretch(stretch: dict[str, float]) -> str:
+    first, last = stretch["first"], stretch["last"]
+    return f"{first}" if first == last else f"{first}–{last}"
