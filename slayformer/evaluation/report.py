@@ -11,7 +11,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from slayformer.evaluation.report_figure import draw_curves, draw_positions, draw_recall
+from slayformer.evaluation.report_figure import (
+    draw_curves,
+    draw_positions,
+    draw_recall,
+    stretch_label,
+)
 from slayformer.evaluation.runs import Run, check_fair, scored_tokens
 
 
@@ -234,7 +239,7 @@ def _sections(
     lines = ["# Comparison", "", *_table([*columns], body), ""]
     lines += [f"- {statement}" for statement in statements]
     if placed:
-        names = [f"{s['first']:.0f}–{s['last']:.0f}" for s in placed[0].loss_by_position]
+        names = [stretch_label(stretch) for stretch in placed[0].loss_by_position]
         body = [[r.label, *(f"{s['loss']:.3f}" for s in r.loss_by_position)] for r in placed]
         lines += ["", "## Validation loss by position in the context (nats/token)", ""]
         lines += _table(["mechanism", *names], body)

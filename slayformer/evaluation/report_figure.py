@@ -82,7 +82,7 @@ def draw_positions(path: Path, rows: Sequence[Row]) -> None:
     middle = [
         statistics.fmean(row.loss_by_position[i]["loss"] for row in rows) for i in range(count)
     ]
-    labels = [_stretch(stretch) for stretch in rows[0].loss_by_position[:count]]
+    labels = [stretch_label(stretch) for stretch in rows[0].loss_by_position[:count]]
     for number, row in enumerate(rows):
         losses = [row.loss_by_position[i]["loss"] - middle[i] for i in range(count)]
         axes.plot(
@@ -130,6 +130,7 @@ def _style(number: int) -> dict[str, Any]:
     }
 
 
-def _stretch(stretch: dict[str, float]) -> str:
+def stretch_label(stretch: dict[str, float]) -> str:
+    """Return the positions of a stretch, as 0 or 2–3."""
     first, last = stretch["first"], stretch["last"]
     return f"{first}" if first == last else f"{first}–{last}"
