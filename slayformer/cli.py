@@ -78,7 +78,7 @@ def compose(
     """Return `folder`/`config_name`.yaml with the overrides in `arguments`.
 
     None takes the arguments of the command line.
-    An experiment may be named with or without the + that Hydra wants for it.
+    An experiment and attention.backend, which no YAML file repeats, need not have Hydra's plus.
     Hydra's flags that only show something (`--help`, `--cfg job`) print it and exit with 0.
     Raises UserError for a flag, override, group option or key that does not exist.
     """
@@ -88,6 +88,7 @@ def compose(
 
     arguments = strip_launcher_arguments(sys.argv[1:] if arguments is None else arguments)
     arguments = [re.sub("^experiment=", "+experiment=", argument) for argument in arguments]
+    arguments = [re.sub(r"^attention\.backend=", r"++\g<0>", argument) for argument in arguments]
     _check_flags(arguments)
     composed: list[DictConfig] = []
 

@@ -1,13 +1,15 @@
 """Checkpoints: written whole or not at all, checked before they are read.
 
 A checkpoint is the folder checkpoints/update_NNNNNNN of a run. Its manifest.json, written last,
-lists every file with size and sha256. `checkpoints/latest` names the newest.
+lists every file with size and sha256. `checkpoints/latest` names the newest, `checkpoints/best`
+the one with the lowest validation loss of those saved right after a validation.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -33,10 +35,11 @@ from slayformer.training import distributed
 if TYPE_CHECKING:
     from slayformer.training.engine import TrainingEngine
 
-FORMAT_VERSION = 1
-FOLDER, LATEST, MANIFEST = "checkpoints", "latest", "manifest.json"
+# 2: AdamW's moments by parameter, where 1 had DeepSpeed's own files
+FORMAT_VERSION, READABLE_VERSIONS = 2, (1, 2)
+FOLDER, LATEST, BEST, MANIFEST = "checkpoints", "latest", "best", "manifest.json"
 WEIGHTS, CONFIG, STATE, TOKENIZER = "model.safetensors", "config.yaml", "state.json", "tokenizer"
-DEEPSPEED = "deepspeed"
+OPTIMIZER = "optimizer.safetensors"
 UNFINISHED = ".unfinished"
 NAME = re.compile(r"update_\d{7,}")
 
@@ -54,9 +57,12 @@ class LoadedModel:
 def find_checkpoint(path: Path) -> Path:
     """Return the checkpoint folder that `path` is, or the newest of the run directory it is.
 
-    Raises CheckpointError if there is none.
+    `path` may also be the file `checkpoints/best` or `checkpoints/latest`. Raises CheckpointError
+    if there is none.
     """
     path = Path(path)
+    if path.name in (LATEST, BEST) and path.is_file():
+        return _named_by(path)
     if not path.is_dir():
         raise CheckpointError(f"no checkpoint at {path}: there is no such folder")
     if NAME.fullmatch(path.absolute().name) or (path / MANIFEST).exists():
@@ -71,12 +77,38 @@ def find_checkpoint(path: Path) -> Path:
             f"no checkpoint in {path}: neither a checkpoint folder nor a run directory that has "
             f"saved one ({latest} is missing)"
         )
-    name = latest.read_text(encoding="utf-8", errors="replace").strip()
-    folder = path / FOLDER / name
+    return _named_by(latest)
+
+
+def _named_by(file: Path) -> Path:
+    name = file.read_text(encoding="utf-8", errors="replace").strip()
+    folder = file.parent / name
     if not NAME.fullmatch(name) or not folder.is_dir():
-        there = ", ".join(_complete_names(path / FOLDER)) or "none"
-        raise CheckpointError(f"{latest} names {name!r}, which is not there; complete: {there}")
+        there = ", ".join(_complete_names(file.parent)) or "none"
+        raise CheckpointError(f"{file} names {name!r}, which is not there; complete: {there}")
     return folder
+
+
+def find_sound_checkpoint(path: Path) -> tuple[Path, list[str]]:
+    """Return the checkpoint `find_checkpoint` finds, verified, and warnings.
+
+    If the newest of a run directory is damaged, the newest sound one before it is returned with a
+    warning. Raises CheckpointError if there is none.
+    """
+    warnings: list[str] = []
+    newest = find_checkpoint(path)
+    earlier = []
+    if (path / FOLDER).is_dir():
+        names = _complete_names(path / FOLDER)
+        earlier = [path / FOLDER / name for name in reversed(names) if name != newest.name]
+    for candidate in (newest, *earlier):
+        try:
+            verify_checkpoint(candidate)
+        except CheckpointError as error:
+            warnings.append(str(error))
+        else:
+            return candidate, [f"{w}; going on from {candidate.name}" for w in warnings]
+    raise CheckpointError(warnings[0])
 
 
 def has_checkpoint(directory: Path) -> bool:
@@ -92,8 +124,9 @@ def verify_checkpoint(path: Path) -> dict[str, Any]:
     """
     manifest = _read_json(path, MANIFEST, "half-written")
     files = manifest.get("files")
-    if manifest.get("format_version") != FORMAT_VERSION or not isinstance(files, dict):
-        raise CheckpointError(f"{path / MANIFEST} is not a manifest of format {FORMAT_VERSION}")
+    if manifest.get("format_version") not in READABLE_VERSIONS or not isinstance(files, dict):
+        formats = " or ".join(map(str, READABLE_VERSIONS))
+        raise CheckpointError(f"{path / MANIFEST} is not a manifest of format {formats}")
     for name, listed in files.items():
         file = path / name
         if not isinstance(listed, dict) or listed.keys() < {"bytes", "sha256"}:
@@ -143,13 +176,18 @@ def load_model(path: Path, device: torch.device | str = "cpu") -> LoadedModel:
         vocabulary_size=tokenizer.vocabulary_size,
         seed=config.seed,
     )
+    load_weights(path, model)
+    return LoadedModel(model.to(device).eval(), config, tokenizer, state)
+
+
+def load_weights(path: Path, model: GPT2) -> None:
+    """Give `model` weights and buffers of checkpoint `path`; CheckpointError if they do not fit."""
     try:
         model.load_state_dict(safetensors.torch.load_file(path / WEIGHTS))
     except (RuntimeError, SafetensorError, OSError) as error:
         raise CheckpointError(
-            f"{path / WEIGHTS} does not fit its configuration: {error}"
+            f"{path / WEIGHTS} does not fit the configuration: {error}"
         ) from error
-    return LoadedModel(model.to(device).eval(), config, tokenizer, state)
 
 
 def save_checkpoint(
@@ -160,7 +198,9 @@ def save_checkpoint(
     tokenizer: Tokenizer,
     state: dict[str, Any],
 ) -> Path:
-    """Save on all ranks and return the folder; the newest `checkpoint.keep` stay.
+    """Save on all ranks and return the folder; the newest `checkpoint.keep` and the best stay.
+
+    The best is that with the lowest `validation_loss` in its `state`, where there is one.
 
     Raises CheckpointError on every rank if any could not write: what had been written is removed,
     `latest` and the checkpoints before stay as they were.
@@ -170,14 +210,15 @@ def save_checkpoint(
     unfinished = folder.with_name(folder.name + UNFINISHED)
     try:
         distributed.run_on_main(lambda: _guard(run_directory, lambda: _make_empty(unfinished)))
-        error = engine.save(unfinished, DEEPSPEED)
-        weights = engine.consolidated_weights()
+        weights, moments = engine.consolidated_weights(), engine.optimizer_moments()
+        error: OSError | None = None
         try:
             _write_rng(unfinished, engine.device)
             if weights is not None:
                 _write_model(unfinished, weights, config, tokenizer, state)
+                _write_tensors(unfinished / OPTIMIZER, moments)
         except (OSError, SafetensorError) as own_error:
-            error = error or OSError(own_error)
+            error = OSError(own_error)
         errors = [one for one in distributed.gather_objects(error and str(error)) if one]
         if errors:
             raise CheckpointError(_not_saved(run_directory, errors[0]))
@@ -192,19 +233,21 @@ def save_checkpoint(
     return folder
 
 
-def restore(path: Path, engine: TrainingEngine) -> None:
-    """Give `engine` weights and optimizer state of checkpoint `path`, and this rank its RNG.
+def restore(path: Path, engine: TrainingEngine, *, same_world: bool) -> None:
+    """Give `engine` the optimizer state of checkpoint `path`, and in the `same_world` its RNG.
 
-    The checkpoint must have been verified. Raises CheckpointError if it does not fit.
+    The model must have had the checkpoint's weights before the engine was made, and the checkpoint
+    must have been verified. Raises CheckpointError if it does not fit.
     """
-    engine.load(path, DEEPSPEED)
     try:
-        states = safetensors.torch.load_file(path / _rng_name(distributed.rank()))
-        torch.set_rng_state(states["cpu"])
-        if "cuda" in states and engine.device.type == "cuda":
-            torch.cuda.set_rng_state(states["cuda"], engine.device)
+        engine.set_optimizer_moments(safetensors.torch.load_file(path / OPTIMIZER))
+        if same_world:
+            states = safetensors.torch.load_file(path / _rng_name(distributed.rank()))
+            torch.set_rng_state(states["cpu"])
+            if "cuda" in states and engine.device.type == "cuda":
+                torch.cuda.set_rng_state(states["cuda"], engine.device)
     except (OSError, SafetensorError, KeyError, RuntimeError) as error:
-        raise CheckpointError(f"{path}: the random state cannot be used: {error}") from error
+        raise CheckpointError(f"{path} cannot be gone on from: {error}") from error
 
 
 def _write_model(
@@ -246,7 +289,6 @@ def _make_empty(folder: Path) -> None:
 
 def _publish(unfinished: Path, folder: Path, keep: int) -> None:
     """Turn the folder all ranks have written into the newest checkpoint, and drop the oldest."""
-    # deepspeed adds a script that reads its files; ours are read without one
     files = {
         file.relative_to(unfinished).as_posix(): {
             "bytes": file.stat().st_size,
@@ -265,8 +307,24 @@ def _publish(unfinished: Path, folder: Path, keep: int) -> None:
     except OSError:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    for name in _complete_names(folder.parent)[:-keep]:
-        shutil.rmtree(folder.parent / name, ignore_errors=True)
+    names = _complete_names(folder.parent)
+    losses = {name: _validation_loss(folder.parent / name) for name in names}
+    scored = {name: loss for name, loss in losses.items() if loss is not None}
+    best = min(scored, key=lambda name: scored[name], default=None)
+    if best is not None:
+        write_atomically(folder.parent / BEST, [best.encode()])
+    for name in names[:-keep]:
+        if name != best:
+            shutil.rmtree(folder.parent / name, ignore_errors=True)
+
+
+def _validation_loss(path: Path) -> float | None:
+    """Return the finite validation loss that checkpoint `path` knows of itself, if any."""
+    try:
+        loss = read_state(path).get("validation_loss")
+    except CheckpointError:
+        return None
+    return loss if isinstance(loss, float) and math.isfinite(loss) else None
 
 
 def _guard(run_directory: Path, action: Callable[[], None]) -> None:

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import importlib
 import os
-import shutil
 import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,17 +18,17 @@ from torch import Tensor
 
 from slayformer.config import TrainConfig
 from slayformer.data.loader import Batch
-from slayformer.errors import CheckpointError
 from slayformer.training import distributed
 from slayformer.training.objective import LanguageModelObjective
 from slayformer.training.optimizer import build_optimizer
+from slayformer.training.optimizer_state import gather, scatter
 
 # parameters smaller than this many elements stay whole on every device in stage 3
 STAGE3_WHOLE_BELOW = 100_000
 
 
 class TrainingEngine:
-    """A `LanguageModelObjective` under DeepSpeed: forward, backward, step, save and load.
+    """A `LanguageModelObjective` under DeepSpeed: forward, backward, step, and its whole state.
 
     `objective` is the wrapped module, for evaluation; `device` is where batches must be.
     """
@@ -46,13 +44,9 @@ class TrainingEngine:
         self._engine, *_ = deepspeed.initialize(
             model=objective, optimizer=optimizer, config=deepspeed_settings(config)
         )
-        # it copies conversion scripts into every ZeRO checkpoint between two barriers, where a full
-        # disk would leave the other ranks waiting; the checkpoint holds whole weights already
-        self._engine._copy_recovery_script = lambda save_path: None
         if self.zero_stage == 3:
             # the head is the weight of another module: gather it for the objective as well
             deepspeed.zero.register_external_parameter(objective, objective.model.head_weight)
-        self._checkpoint_engine = _remember_write_errors(self._engine)
 
     def forward(self, batch: Batch) -> Tensor:
         """Return the cross entropy of every target in nats [B, T], ready for `backward`."""
@@ -85,30 +79,16 @@ class TrainingEngine:
         self._engine.step()
         return float(self._engine.get_global_grad_norm())
 
-    def save(self, folder: Path, tag: str) -> OSError | None:
-        """Write DeepSpeed's files of every rank into `folder`/`tag`.
+    def optimizer_moments(self) -> dict[str, Tensor]:
+        """Return AdamW's moments by parameter, fp32 on the CPU: see `optimizer_state.gather`.
 
-        Returns the error if this rank could not write; all ranks come back in either case.
+        Every rank must call it; only rank 0 gets them.
         """
-        self._checkpoint_engine.write_error = None
-        try:
-            self._engine.save_checkpoint(str(folder), tag=tag, save_latest=False)
-        except OSError as error:
-            return error
-        return self._checkpoint_engine.write_error
+        return gather(self._engine.optimizer, self.objective.model, self.zero_stage)
 
-    def load(self, folder: Path, tag: str) -> None:
-        """Take weights and optimizer state from `folder`/`tag`, right after construction.
-
-        DeepSpeed unpickles its own files, which can run code: load only what a run of yours wrote.
-        Raises CheckpointError if the files do not fit this engine.
-        """
-        try:
-            loaded, _ = self._engine.load_checkpoint(str(folder), tag=tag)
-        except (RuntimeError, OSError, KeyError, ValueError, AssertionError) as error:
-            raise CheckpointError(f"{folder / tag} cannot be loaded: {error}") from error
-        if loaded is None:
-            raise CheckpointError(f"{folder / tag} holds no DeepSpeed checkpoint")
+    def set_optimizer_moments(self, moments: dict[str, Tensor]) -> None:
+        """Take what `optimizer_moments` returned on rank 0 of any world size and ZeRO stage."""
+        scatter(self._engine.optimizer, self.objective.model, self.zero_stage, moments)
 
     def consolidated_weights(self) -> dict[str, Tensor] | None:
         """Return weights and persistent buffers of the GPT-2 on the CPU, fp32; None off rank 0.
@@ -165,25 +145,3 @@ def _import_deepspeed() -> Any:
     # `import deepspeed.comm.torch as name` would bind the real torch
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
     return deepspeed
-
-
-def _remember_write_errors(engine: Any) -> Any:
-    """Make `engine` note a failed write instead of raising: other ranks wait in its barriers."""
-    kind = type(engine.checkpoint_engine)
-
-    class Remembering(kind):  # type: ignore[misc, valid-type]
-        write_error: OSError | None = None
-
-        def save(self, state_dict: Any, path: str) -> None:
-            try:
-                super().save(state_dict, path)
-            except OSError as error:
-                self.write_error = error
-            except RuntimeError:
-                # all that torch's zip writer tells of a full disk is the position it wrote to
-                free_mib = shutil.disk_usage(Path(path).parent).free / 2**20
-                told = f"{path} could not be written whole, with {free_mib:,.0f} MiB free"
-                self.write_error = OSError(told)
-
-    engine.checkpoint_engine.__class__ = Remembering
-    return engine.checkpoint_engine

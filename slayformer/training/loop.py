@@ -79,6 +79,8 @@ class Training:
         self.directory = start.directory
         state = checkpoint.read_state(start.checkpoint) if start.checkpoint else {}
         self.update = state.get("update", 0)
+        # the last validation loss, by its update
+        self.validated: dict[int, float] = {}
         # a run that branches off another has no checkpoint of its own yet
         self.saved_update = 0 if start.is_branch else self.update
         self.meter = Meter(
@@ -92,14 +94,17 @@ class Training:
             vocabulary_size=inputs.data.tokenizer.vocabulary_size,
             seed=config.seed,
         )
+        if start.checkpoint is not None:
+            checkpoint.load_weights(start.checkpoint, model)
         objective = LanguageModelObjective(model, config.engine.precision)
         self.engine = TrainingEngine(objective, config)
-        if start.checkpoint is None:
-            # dropout differs between ranks and follows from the seed
-            draw = np.random.SeedSequence((config.seed, distributed.rank())).generate_state(1)
-            torch.manual_seed(int(draw[0]))
-        else:
-            checkpoint.restore(start.checkpoint, self.engine)
+        # dropout differs between ranks and follows from the seed, and from the update where ranks
+        # that were not there before go on
+        draw = np.random.SeedSequence((config.seed, distributed.rank(), self.update))
+        torch.manual_seed(int(draw.generate_state(1)[0]))
+        if start.checkpoint is not None:
+            same_world = state["world_size"] == distributed.world_size()
+            checkpoint.restore(start.checkpoint, self.engine, same_world=same_world)
         distributed.run_on_main(lambda: write_records(start.directory, config, plan))
         self.log = _open_log(config, plan, inputs, start, state) if distributed.is_main() else None
 
@@ -190,6 +195,7 @@ class Training:
             batch_samples=self.plan.micro_samples,
             byte_lengths=self.inputs.data.tokenizer.token_byte_lengths(),
         )
+        self.validated = {self.update: totals.loss}
         if self.log is not None:
             self.log.validation(
                 {
@@ -217,6 +223,7 @@ class Training:
             "world_size": distributed.world_size(),
             "zero_stage": self.config.engine.zero_stage,
             "micro_samples": self.plan.micro_samples,
+            "validation_loss": self.validated.get(self.update),
             "mechanism": self.config.attention.name,
             "tokenizer": self.inputs.data.tokenizer.identity,
             "data": self.inputs.data.directory.name,
@@ -298,6 +305,8 @@ def _open_log(
         f"{inputs.windows:,} validation windows of {plan.context_length:,} tokens"
     )
     log.say(f"run directory: {start.directory}")
+    for warning in start.warnings:
+        log.say(f"warning: {warning}")
     if start.checkpoint is not None:
         log.say(f"going on after update {update:,} from {start.checkpoint}")
         for change in changed_settings(start.checkpoint, config):

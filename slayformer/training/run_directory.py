@@ -23,11 +23,12 @@ from slayformer.errors import CheckpointError, ConfigError, UserError
 from slayformer.training.budget import Plan
 from slayformer.training.checkpoint import (
     FOLDER,
+    OPTIMIZER,
     find_checkpoint,
+    find_sound_checkpoint,
     has_checkpoint,
     read_config,
     read_state,
-    verify_checkpoint,
 )
 
 # one of these in a folder means that a run lives there
@@ -45,6 +46,8 @@ class RunStart:
     directory: Path
     checkpoint: Path | None = None
     metrics_from: Path | None = None
+    # what the user should know of the way it was found
+    warnings: tuple[str, ...] = ()
 
     @property
     def is_branch(self) -> bool:
@@ -93,39 +96,40 @@ def start_run(config: TrainConfig, plan: Plan, tokenizer: Tokenizer) -> RunStart
         if not has_checkpoint(directory):
             _make(directory, exist_ok=True)
             return RunStart(directory)
-        checkpoint = find_checkpoint(directory)
+        checkpoint, warnings = find_sound_checkpoint(directory)
     else:
-        checkpoint = find_checkpoint(Path(config.resume))
-    verify_checkpoint(checkpoint)
+        checkpoint, warnings = find_sound_checkpoint(Path(config.resume))
     check_fits(checkpoint, config, plan, tokenizer)
     home = checkpoint.parent.parent if checkpoint.parent.name == FOLDER else None
     if home is None and config.run_directory is None:
         raise CheckpointError(f"{checkpoint} is not inside a run; give run_directory=NEW_FOLDER")
     if home is not None and config.run_directory in (None, str(home)):
         newest = find_checkpoint(home)
-        if newest.name != checkpoint.name:
+        if newest.name != checkpoint.name and not warnings:
             raise CheckpointError(
                 f"{checkpoint} is not the newest of its run ({newest.name} is); to branch off "
                 f"there give run_directory=NEW_FOLDER"
             )
-        return RunStart(home, checkpoint, home)
-    return RunStart(_make_directory(config), checkpoint, home)
+        return RunStart(home, checkpoint, home, tuple(warnings))
+    return RunStart(_make_directory(config), checkpoint, home, tuple(warnings))
 
 
 def check_fits(path: Path, config: TrainConfig, plan: Plan, tokenizer: Tokenizer) -> None:
     """Raise CheckpointError unless a run of `config` can go on from checkpoint `path`.
 
-    Model, mechanism, tokenizer, seed, ZeRO stage and world size must be as they were, and `plan`
-    must have seen as many samples at that update.
+    Model, mechanism, tokenizer and seed must be as they were, and `plan` must have seen as many
+    samples at that update. World size and ZeRO stage may be others.
     """
     state, saved, asked = read_state(path), to_plain(read_config(path)), to_plain(config)
-    if state["world_size"] != plan.world_size:
+    if not (path / OPTIMIZER).is_file():
         raise CheckpointError(
-            f"{path} was saved by {state['world_size']} processes and resumes on as many, not on "
-            f"{plan.world_size}"
+            f"{path} has no {OPTIMIZER}: an earlier version wrote it; its weights can still be used"
         )
-    for field in ("model", "attention", "tokenizer", "seed", "engine.zero_stage"):
+    for field in ("model", "attention", "tokenizer", "seed"):
         before, now = _select(saved, field), _select(asked, field)
+        if field == "attention":
+            # the same mechanism by another engine
+            before, now = ({**options, "backend": None} for options in (before, now))
         if before != now:
             raise CheckpointError(f"{path} was saved with {field}={before}, which is not {now}")
     if state["tokenizer"] != tokenizer.identity:

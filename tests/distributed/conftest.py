@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import resource
@@ -42,6 +43,10 @@ LONG = [
 ]
 # (ZeRO stage, passes per update)
 RESUMED = [(0, 1), (0, 4), (1, 4), (2, 1), (2, 4), (3, 4)]
+# (ZeRO stage of the run, ZeRO stage of other processes that go on with it)
+RESHAPED = [(0, 0), (1, 2), (2, 1), (3, 3), (0, 3), (3, 0)]
+# in the middle of the ramp
+RESHAPED_AT = 7
 
 
 @pytest.fixture(scope="session")
@@ -92,7 +97,8 @@ class Launch:
 
 def cases(tiny: list[str], folder: Path, world_size: int) -> dict[str, list[str]]:
     """Return the overrides of every run that the tests compare, by name."""
-    runs = {f"ramp-{stage}": [*RAMP, f"engine.zero_stage={stage}"] for stage in range(4)}
+    every = f"checkpoint.every_updates={RESHAPED_AT}"
+    runs = {f"ramp-{stage}": [*RAMP, f"engine.zero_stage={stage}", every] for stage in range(4)}
     for stage in (0, 2):
         unclipped = [f"engine.zero_stage={stage}", "optimizer.gradient_clipping=0"]
         runs[f"unclipped-{stage}"] = [*RAMP, *unclipped]
@@ -115,25 +121,61 @@ def cases(tiny: list[str], folder: Path, world_size: int) -> dict[str, list[str]
     return {name: [*tiny, *overrides] for name, overrides in runs.items()}
 
 
+Launches = Callable[[int], Launch]
+
+
+def start(run_command: Any, world_size: int, folder: Path, runs: dict[str, list[str]]) -> Launch:
+    """Return one launch of `train_worker.py` that has trained all `runs` one after another."""
+    (folder / "cases.json").write_text(json.dumps(runs))
+    worker = str(Path(__file__).with_name("train_worker.py"))
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}"]
+    finished = run_command(
+        [*(launcher if world_size > 1 else []), worker, str(folder / "cases.json"), str(folder)],
+        timeout_s=LAUNCH_SECONDS,
+    )
+    assert finished.code == 0, finished.stdout[-2000:] + finished.stderr[-4000:]
+    return Launch(world_size, folder, runs)
+
+
+@pytest.fixture(scope="session")
+def launches(
+    tmp_path_factory: pytest.TempPathFactory, run_command: Any, tiny: list[str]
+) -> Launches:
+    """Return `launched(world_size)`: all cases, trained once."""
+
+    @functools.cache
+    def launched(world_size: int) -> Launch:
+        folder = tmp_path_factory.mktemp(f"launch{world_size}")
+        return start(run_command, world_size, folder, cases(tiny, folder, world_size))
+
+    return launched
+
+
 @pytest.fixture(scope="session", params=[1, 2], ids=["1 process", "2 processes"])
-def launch(
+def launch(request: pytest.FixtureRequest, launches: Launches) -> Launch:
+    """Return the launch of one world size."""
+    return launches(request.param)
+
+
+@pytest.fixture(scope="session", params=[(1, 2), (2, 1)], ids=["1 to 2", "2 to 1"])
+def reshaped(
     request: pytest.FixtureRequest,
+    launches: Launches,
     tmp_path_factory: pytest.TempPathFactory,
     run_command: Any,
     tiny: list[str],
-) -> Launch:
-    """Return one launch of `train_worker.py` that has trained all cases one after another."""
-    folder = tmp_path_factory.mktemp(f"launch{request.param}")
-    runs = cases(tiny, folder, request.param)
-    (folder / "cases.json").write_text(json.dumps(runs))
-    worker = str(Path(__file__).with_name("train_worker.py"))
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={request.param}"]
-    start = launcher if request.param > 1 else []
-    finished = run_command(
-        [*start, worker, str(folder / "cases.json"), str(folder)], timeout_s=LAUNCH_SECONDS
-    )
-    assert finished.code == 0, finished.stdout[-2000:] + finished.stderr[-4000:]
-    return Launch(request.param, folder, runs)
+) -> tuple[Launch, Launch]:
+    """Return a launch, and one of another world size that goes on from its checkpoints."""
+    before, after = request.param
+    source = launches(before)
+    runs = {}
+    for was, now in RESHAPED:
+        saved = source.folder / f"ramp-{was}" / "checkpoints" / f"update_{RESHAPED_AT:07d}"
+        runs[f"{was}-to-{now}"] = [
+            *(*tiny, *RAMP, f"engine.zero_stage={now}", f"resume={saved}"),
+        ]
+    folder = tmp_path_factory.mktemp(f"reshaped{after}")
+    return source, start(run_command, after, folder, runs)
 
 
 @pytest.fixture

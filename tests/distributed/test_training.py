@@ -141,6 +141,23 @@ def test_ten_updates_and_ten_resumed_are_twenty_bit_for_bit(
     assert not torch.equal(weights[head], launch.weights(whole, update=10)[head])
 
 
+@pytest.mark.parametrize(("was", "now"), [(0, 0), (1, 2), (2, 1), (3, 3), (0, 3), (3, 0)])
+def test_other_processes_and_stages_go_on_in_the_middle_of_a_ramp(
+    reshaped: Any, was: int, now: int
+) -> None:
+    source, other = reshaped
+    whole, case = f"ramp-{was}", f"{was}-to-{now}"
+    for key in ("update", "samples", "tokens", "learning_rate"):
+        assert other.metrics(case, key) == source.metrics(whole, key)
+    # the first seven are the metrics of the run it went on from
+    losses = source.metrics(whole, "loss")
+    assert other.metrics(case, "loss")[:7] == losses[:7]
+    assert other.metrics(case, "loss") == pytest.approx(losses, rel=0, abs=1e-5)
+    weights = other.weights(case)
+    for name, tensor in source.weights(whole).items():
+        torch.testing.assert_close(weights[name], tensor, rtol=0, atol=1e-4)
+
+
 def test_a_branch_off_a_finished_run_scores_the_same(launch: Any) -> None:
     summaries = [
         json.loads((launch.folder / case / "summary.json").read_text())

@@ -1,6 +1,6 @@
 """Checkpoints: what is saved comes back, damage is found, a failed save harms nothing.
 
-DeepSpeed's own files are tested with real processes in tests/distributed.
+The optimizer state of every ZeRO stage is tested with real processes in tests/distributed.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from slayformer.training import checkpoint
 from slayformer.training.budget import make_plan
 from slayformer.training.checkpoint import (
     find_checkpoint,
+    find_sound_checkpoint,
     load_model,
     save_checkpoint,
     verify_checkpoint,
@@ -31,24 +32,21 @@ from slayformer.training.run_directory import changed_settings, check_fits
 
 
 class Weights:
-    """The part of an engine that saving needs; its optimizer state is one small file."""
+    """The part of an engine that saving needs."""
 
     device = torch.device("cpu")
 
     def __init__(self, model: GPT2) -> None:
         self.model = model
-        self.error: OSError | None = None
 
-    def save(self, folder: Path, tag: str) -> OSError | None:
-        (folder / tag).mkdir()
-        (folder / tag / "optimizer.pt").write_bytes(b"x" * 1000)
-        return self.error
+    def optimizer_moments(self) -> dict[str, torch.Tensor]:
+        return {"step": torch.ones(1), "weight.exp_avg": torch.zeros(1000)}
 
     def consolidated_weights(self) -> dict[str, torch.Tensor]:
         return self.model.state_dict()
 
 
-Save = Callable[[int], Path]
+Save = Callable[..., Path]
 
 
 @pytest.fixture
@@ -67,8 +65,9 @@ def save(tmp_path: Path, config: TrainConfig, engine: Weights) -> Save:
     """Return `save(update)`, which saves into the run `tmp_path`/run and returns the folder."""
     tokenizer = BytesTokenizer()
 
-    def save_at(update: int) -> Path:
+    def save_at(update: int, validation_loss: float | None = None) -> Path:
         state = {
+            "validation_loss": validation_loss,
             "update": update,
             "samples": 8 * update,
             "world_size": 1,
@@ -108,6 +107,38 @@ def test_the_newest_are_kept_and_latest_names_the_last(save: Save, tmp_path: Pat
     assert there == ["latest", "update_0000100", "update_20000000"]
 
 
+def test_the_best_stays_and_is_named(save: Save, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    # keep is 2; not every save follows a validation, and a diverged one is not the best
+    losses = {1: 3.5, 2: 3.0, 3: None, 4: 3.2, 5: float("nan"), 6: 3.1}
+    for update, loss in losses.items():
+        save(update, loss)
+    there = sorted(path.name for path in (run / "checkpoints").glob("update_*"))
+    assert there == ["update_0000002", "update_0000005", "update_0000006"]
+    assert find_checkpoint(run / "checkpoints" / "best").name == "update_0000002"
+    assert load_model(run / "checkpoints" / "best").state["validation_loss"] == 3.0
+    assert find_checkpoint(run).name == find_checkpoint(run / "checkpoints" / "latest").name
+    save(7, 2.9)
+    assert find_checkpoint(run / "checkpoints" / "best").name == "update_0000007"
+    assert not (run / "checkpoints" / "update_0000002").exists()
+
+
+def test_a_damaged_newest_falls_back_to_the_one_before(save: Save, tmp_path: Path) -> None:
+    save(9)
+    good, damaged = save(10), save(11)
+    _truncate(damaged)
+    found, (warning,) = find_sound_checkpoint(tmp_path / "run")
+    assert found == good
+    assert "update_0000011 is damaged" in warning
+    assert "going on from update_0000010" in warning
+    # asked for by name it is refused
+    with pytest.raises(CheckpointError, match="update_0000011 is damaged"):
+        find_sound_checkpoint(damaged)
+    _flip(good)
+    with pytest.raises(CheckpointError, match="update_0000011 is damaged"):
+        find_sound_checkpoint(tmp_path / "run")
+
+
 def test_files_are_readable_by_others(save: Save) -> None:
     folder = save(10)
     modes = {oct(path.stat().st_mode & 0o777) for path in folder.rglob("*") if path.is_file()}
@@ -137,7 +168,7 @@ def _truncate(folder: Path) -> None:
 
 
 def _flip(folder: Path) -> None:
-    file = folder / "deepspeed" / "optimizer.pt"
+    file = folder / "optimizer.safetensors"
     content = bytearray(file.read_bytes())
     content[500] ^= 1
     file.write_bytes(content)
@@ -158,7 +189,7 @@ def _escape(folder: Path) -> None:
         (lambda f: (f / "state.json").unlink(), "state.json is missing"),
         (lambda f: shutil.rmtree(f / "tokenizer"), "tokenizer/tokenizer.json is missing"),
         (_truncate, r"model.safetensors has [\d,]+ bytes, not [\d,]+"),
-        (_flip, "the sha256 of deepspeed/optimizer.pt differs"),
+        (_flip, "the sha256 of optimizer.safetensors differs"),
         (_escape, "outside the checkpoint"),
     ],
 )
@@ -188,14 +219,13 @@ def test_checkpoint_fits_only_what_it_was_saved_for(
         ("attention=softmax",): "saved with attention=.*slay",
         ("tokenizer=gpt2",): "saved with tokenizer=.*bytes",
         ("seed=1",): "saved with seed=0, which is not 1",
-        ("engine.zero_stage=1",): "saved with engine.zero_stage=0, which is not 1",
         ("batch.samples_per_update=4",): "has seen 80 samples in 10 updates",
         ("budget.updates=9",): "has seen 80 samples in 10 updates",
     }.items():
         with pytest.raises(CheckpointError, match=message):
             fits(*overrides)
-    with pytest.raises(CheckpointError, match="saved by 1 processes and resumes on as many, not"):
-        fits(world_size=2)
+    # another topology goes on from the same sample, by another engine
+    fits("engine.zero_stage=3", "attention.backend=torch", world_size=2)
     plan = make_plan(config, 257, 1)
     other = BPETokenizer.build(257, lambda: ["text"])
     with pytest.raises(CheckpointError, match="tokenizer of other text"):
@@ -213,10 +243,9 @@ def _refuse(*arguments: Any, **options: Any) -> None:
     raise OSError(28, "No space left on device")
 
 
-@pytest.mark.parametrize("failing", ["engine", "weights", "manifest", "latest"])
+@pytest.mark.parametrize("failing", ["model", "optimizer", "manifest", "latest"])
 def test_a_failed_save_leaves_the_earlier_checkpoints(
     save: Save,
-    engine: Weights,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     failing: str,
@@ -229,16 +258,20 @@ def test_a_failed_save_leaves_the_earlier_checkpoints(
             _refuse()
         real(path, chunks)
 
-    if failing == "engine":
-        engine.error = OSError(28, "No space left on device")
-    elif failing == "weights":
-        monkeypatch.setattr(checkpoint.safetensors.torch, "save_file", _refuse)
+    real_tensors = checkpoint.safetensors.torch.save_file
+
+    def refuse_tensors(tensors: Any, path: Path) -> None:
+        if path.name.startswith(failing):
+            _refuse()
+        real_tensors(tensors, path)
+
+    if failing in ("model", "optimizer"):
+        monkeypatch.setattr(checkpoint.safetensors.torch, "save_file", refuse_tensors)
     else:
         monkeypatch.setattr(checkpoint, "write_atomically", refuse_one)
     with pytest.raises(CheckpointError, match=r"no checkpoint could be saved .*No space left"):
         save(20)
     monkeypatch.undo()
-    engine.error = None
     there = sorted(path.name for path in earlier.parent.iterdir())
     assert there == ["latest", "update_0000010"]
     assert load_model(tmp_path / "run").state["update"] == 10
