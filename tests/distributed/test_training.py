@@ -116,6 +116,28 @@ def test_mechanism_parameters_learn_alike_in_every_stage(launch: Any) -> None:
     assert float(saved[name].abs().max()) < 5 * sum(rates) * 1.1
 
 
+def test_guarded_rows_are_counted(launch: Any) -> None:
+    shares = launch.metrics("signed", "guarded_share")
+    assert len(shares) == 20
+    # a signed map at the start: some rows, not all
+    assert 0.05 < sum(shares) / 20 < 0.95
+    records = (launch.folder / "ramp-0" / "metrics.jsonl").read_text()
+    assert "guarded_share" not in records
+
+
+def test_the_summary_says_where_in_the_context_the_loss_is(launch: Any) -> None:
+    summary = json.loads((launch.folder / "ramp-0" / "summary.json").read_text())
+    stretches = summary["loss_by_position"]
+    assert [(s["first"], s["last"]) for s in stretches] == [(0, 0), (1, 1), (2, 3), (4, 7), (8, 15)]
+    # ten windows of 16 tokens
+    assert [s["tokens"] for s in stretches] == [10, 10, 20, 40, 80]
+    mean = sum(s["tokens"] * s["loss"] for s in stretches) / 160
+    assert mean == pytest.approx(summary["validation_loss"], rel=1e-9)
+    # two layers, two heads, 3 · 8 · 16 features and values of 16 with their normaliser, fp32
+    assert summary["state_bytes"] == 2 * 2 * 384 * 17 * 4
+    assert summary["control"] is False
+
+
 def test_bf16_stays_near_fp32(launch: Any, clipped: Curve) -> None:
     losses = launch.metrics("bf16-2", "loss")
     assert losses == pytest.approx(clipped[0], rel=0.01)
