@@ -25,6 +25,7 @@ SCRIPTS = {
     "scripts/prepare_data.py": ("modl.layers=3", "model.layers"),
     "scripts/recall.py": ("modl.layers=3", "model.layers"),
     "scripts/inspect_attention.py": ("head_dimm=3", "head_dim"),
+    "scripts/export_hf.py": ("checkpiont=3", "checkpoint"),
 }
 CONFIGURATIONS = Path(__file__).parents[1] / "configs"
 EXPERIMENTS = sorted(path.stem for path in (CONFIGURATIONS / "experiment").glob("*.yaml"))
@@ -170,7 +171,8 @@ def test_full_error_shows_the_traceback(run_command: Any) -> None:
 def test_help_lists_keys_and_imports_nothing_heavy(script: str, run_command: Any) -> None:
     finished = run_command(["-X", "importtime", script, "--help"])
     assert finished.code == 0
-    assert ("checkpoint" if script == "eval.py" else "attention") in finished.stdout
+    key = "checkpoint" if script in ("eval.py", "scripts/export_hf.py") else "attention"
+    assert key in finished.stdout
     # a line of -X importtime ends in "| " and the module, indented by depth
     imported = {line.rpartition("|")[2].strip() for line in finished.stderr.splitlines()}
     assert "omegaconf" in imported

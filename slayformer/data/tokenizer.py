@@ -176,7 +176,7 @@ class BPETokenizer(Tokenizer):
         """Load `definition`: the file format of the `tokenizers` library, without end-of-text."""
         import tokenizers
 
-        self._definition = definition
+        self.definition = definition
         self._bpe = tokenizers.Tokenizer.from_str(definition.decode())
         byte_of = {character: byte for byte, character in byte_characters().items()}
         token_bytes = []
@@ -217,7 +217,7 @@ class BPETokenizer(Tokenizer):
 
     def save(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / self.definition_file).write_bytes(self._definition)
+        (directory / self.definition_file).write_bytes(self.definition)
         super().save(directory)
 
 

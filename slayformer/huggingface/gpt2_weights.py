@@ -1,0 +1,106 @@
+"""Weights of transformers' GPT-2 in, for any mechanism, and out, for softmax."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from slayformer.baselines.softmax import SoftmaxConfig
+from slayformer.errors import ConfigError
+from slayformer.model.gpt2 import GPT2
+
+if TYPE_CHECKING:
+    from transformers import GPT2LMHeadModel
+
+# their name → ours
+NAMES = {
+    "transformer.wte.weight": "token_embedding.weight",
+    "transformer.wpe.weight": "position_embedding.weight",
+    "transformer.ln_f.weight": "final_norm.weight",
+    "transformer.ln_f.bias": "final_norm.bias",
+}
+# the same within a block
+BLOCK_NAMES = {
+    "ln_1": "attention_norm",
+    "attn.c_attn": "query_key_value",
+    "attn.c_proj": "attention_output",
+    "ln_2": "mlp_norm",
+    "mlp.c_fc": "mlp_input",
+    "mlp.c_proj": "mlp_output",
+}
+
+
+def load_gpt2_weights(model: GPT2, weights: Mapping[str, Tensor]) -> None:
+    """Copy the state_dict of a transformers GPT2LMHeadModel into `model`, rows cut or padded.
+
+    The mechanism's own weights stay. Raises ValueError if a weight is missing or has another shape.
+    """
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for theirs, ours in _names(model.model.layers).items():
+            if theirs not in weights:
+                raise ValueError(f"the weights lack {theirs}")
+            source: Tensor = _turned(ours, weights[theirs])
+            target: Tensor = parameters[ours]
+            if ours == "token_embedding.weight":
+                target = target[: model.vocabulary_size]
+            if source.shape != target.shape:
+                raise ValueError(f"{theirs} is {tuple(source.shape)}, not {tuple(target.shape)}")
+            target.copy_(source)
+
+
+def to_gpt2(model: GPT2) -> GPT2LMHeadModel:
+    """Return a transformers GPT2LMHeadModel with copies of the weights of `model`.
+
+    Raises ConfigError unless the mechanism is `softmax` and there is no short convolution, which
+    is what GPT-2 is.
+    """
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    shape, attention = model.model, model.blocks[0].attention.config  # type: ignore[union-attr]
+    if not isinstance(attention, SoftmaxConfig):
+        raise ConfigError("attention", attention.name, "GPT-2 has attention=softmax")  # type: ignore[union-attr]
+    if shape.short_convolution:
+        raise ConfigError("model.short_convolution", shape.short_convolution, "GPT-2 has none")
+    config = GPT2Config(
+        vocab_size=model.vocabulary_size,
+        n_positions=shape.context_length,
+        n_embd=shape.width,
+        n_layer=shape.layers,
+        n_head=shape.heads,
+        n_inner=shape.mlp_ratio * shape.width,
+        resid_pdrop=shape.dropout,
+        embd_pdrop=shape.dropout,
+        # what we drop is the attention's output, which is their resid_pdrop
+        attn_pdrop=0.0,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    theirs = GPT2LMHeadModel(config)
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, ours in _names(shape.layers).items():
+            source = _turned(ours, parameters[ours])
+            if ours == "token_embedding.weight":
+                source = source[: model.vocabulary_size]
+            theirs.get_parameter(name).copy_(source)
+    return theirs.eval()
+
+
+def _names(layers: int) -> dict[str, str]:
+    """Return our name of each of their weights."""
+    names = dict(NAMES)
+    for layer in range(layers):
+        for theirs, ours in BLOCK_NAMES.items():
+            for kind in ("weight", "bias"):
+                names[f"transformer.h.{layer}.{theirs}.{kind}"] = f"blocks.{layer}.{ours}.{kind}"
+    return names
+
+
+def _turned(ours: str, weight: Tensor) -> Tensor:
+    """Return `weight` as the other side keeps it: their Conv1D has matrices transposed."""
+    is_matrix = weight.ndim == 2 and "embedding" not in ours
+    return weight.T if is_matrix else weight

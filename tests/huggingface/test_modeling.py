@@ -1,0 +1,212 @@
+"""Models of transformers' kind against our own GPT2: logits, files, loss, padding, bad input."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch.nn import functional as F
+
+from slayformer.errors import CheckpointError, ConfigError
+from slayformer.huggingface import SlayformerConfig, SlayformerForCausalLM, SlayformerModel
+from slayformer.model.gpt2 import GPT2
+from slayformer.presets import preset_names
+
+# every mechanism, these on each check
+QUICK = {"softmax", "slay", "slay_best", "slay_tensor_sketch", "cosformer"}
+NAMES = [
+    pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in preset_names()
+]
+
+
+def changed_buffers(model: Any) -> None:
+    """Make everything random in `model` something that its seed does not give."""
+    for buffer in model.buffers():
+        if buffer.is_floating_point():
+            buffer.mul_(1.01)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_saved_and_loaded_is_the_same_model(
+    name: str, tiny: Any, ids: torch.Tensor, tmp_path: Path
+) -> None:
+    model = tiny(name)
+    changed_buffers(model)
+    config = model.config
+    ours = GPT2(
+        config.shape(), config.attention_options(), vocabulary_size=config.vocab_size, seed=9
+    ).eval()
+    ours.load_state_dict(model.model.transformer.state_dict())
+    expected = ours.logits(ours(ids)[0])
+    assert torch.equal(model(ids).logits, expected)
+
+    model.save_pretrained(tmp_path)
+    loaded = SlayformerForCausalLM.from_pretrained(tmp_path)
+    assert not loaded.training
+    assert torch.equal(loaded(ids).logits, expected)
+    state, saved = model.state_dict(), loaded.state_dict()
+    assert state.keys() == saved.keys()
+    assert all(torch.equal(state[key], saved[key]) for key in state)
+    # the head is stored once and shared again
+    names = safetensors.torch.load_file(tmp_path / "model.safetensors").keys()
+    assert {key for key in saved if key not in names} == {"lm_head.weight"}
+    assert loaded.lm_head.weight is loaded.get_input_embeddings().weight
+    base = SlayformerModel.from_pretrained(tmp_path)
+    assert torch.equal(base(ids).last_hidden_state, ours(ids)[0])
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_half_precision_keeps_the_mechanism_whole(
+    name: str, tiny: Any, ids: torch.Tensor, tmp_path: Path
+) -> None:
+    model = tiny(name)
+    model.save_pretrained(tmp_path)
+    half = SlayformerForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    dtypes = {key.split(".attention.")[0]: t.dtype for key, t in half.state_dict().items()}
+    assert dtypes["lm_head.weight"] == torch.bfloat16
+    before = model.state_dict()
+    for key, tensor in half.state_dict().items():
+        if ".attention." in key:
+            assert torch.equal(tensor, before[key])
+    logits, reference = half(ids).logits, model(ids).logits
+    assert logits.dtype == torch.bfloat16
+    if name not in ("slay_nystrom", "slay_random_maclaurin", "slay_tensor_sketch"):
+        # signed maps have normalisers near zero, which rounding of q and k moves far
+        assert (logits - reference).norm() < 0.05 * reference.norm()
+
+
+def test_a_new_model_is_the_one_train_starts_with() -> None:
+    config = SlayformerConfig(
+        attention="slay", vocab_size=50, layers=2, heads=2, width=8, context_length=16, seed=3
+    )
+    model = SlayformerForCausalLM(config)
+    ours = GPT2(config.shape(), config.attention_options(), vocabulary_size=50, seed=3)
+    for key, tensor in ours.state_dict().items():
+        assert torch.equal(model.state_dict()[f"model.transformer.{key}"], tensor)
+
+
+def test_loss_is_the_mean_over_targets_or_the_sum_over_all_batches(
+    tiny: Any, ids: torch.Tensor
+) -> None:
+    model = tiny("slay")
+    labels = ids.clone()
+    labels[0, :7] = -100
+    logits = model(ids).logits
+    expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    loss = model(ids, labels=labels).loss
+    torch.testing.assert_close(loss, expected)
+    targets = 3 * 19 - 6
+    loss_of_many = model(ids, labels=labels, num_items_in_batch=torch.tensor(100)).loss
+    torch.testing.assert_close(loss_of_many, expected * targets / 100)
+    loss.backward()
+    gradient = model.model.transformer.blocks[0].query_key_value.weight.grad
+    torch.testing.assert_close(
+        gradient,
+        torch.autograd.grad(expected, model.model.transformer.blocks[0].query_key_value.weight)[0],
+    )
+
+
+@pytest.mark.parametrize("name", ["softmax", "slay", "slay_best", "performer", "cosformer"])
+@torch.no_grad()
+def test_left_and_right_padding_are_nothing(name: str, tiny: Any, ids: torch.Tensor) -> None:
+    model = tiny(name, short_convolution=3)
+    for side in (1, -1):
+        mask = torch.arange(20) >= torch.tensor([0, 3, 7])[:, None]
+        mask = mask if side == 1 else mask.flip(1)
+        logits = model(ids, attention_mask=mask.long()).logits
+        for row in range(3):
+            alone = model(ids[row][mask[row]][None]).logits
+            torch.testing.assert_close(logits[row][mask[row]], alone[0], rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_hidden_states_and_positions_are_those_of_the_model(tiny: Any, ids: torch.Tensor) -> None:
+    model = tiny("slay")
+    inner = model.model.transformer
+    outputs = model(ids, output_hidden_states=True)
+    first, *_, last = outputs.hidden_states
+    assert len(outputs.hidden_states) == 3
+    embedded = inner.token_embedding(ids) + inner.position_embedding.weight[:20]
+    assert torch.equal(first, embedded)
+    assert torch.equal(model.lm_head(last), outputs.logits)
+    assert torch.equal(model(ids, return_dict=False)[0], outputs.logits)
+    assert torch.equal(model(ids, logits_to_keep=2).logits, outputs.logits[:, -2:])
+    moved = model(ids, position_ids=torch.arange(5, 25)[None]).logits
+    inner.position_embedding.weight[:20] = inner.position_embedding.weight[5:25].clone()
+    assert torch.equal(model(ids).logits, moved)
+
+
+@torch.no_grad()
+def test_more_tokens_can_be_added(tiny: Any, ids: torch.Tensor, tmp_path: Path) -> None:
+    model = tiny("slay")
+    before = model(ids).logits
+    model.resize_token_embeddings(230, mean_resizing=False)
+    assert torch.equal(model(ids).logits[..., :211], before)
+    assert model(torch.tensor([[229]])).logits.shape == (1, 1, 230)
+    model.save_pretrained(tmp_path)
+    loaded = SlayformerForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+
+def test_damaged_files_are_refused(tiny: Any, tmp_path: Path) -> None:
+    tiny("slay").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = safetensors.torch.load_file(file)
+    lost = "model.transformer.blocks.1.attention.exponential.omega_RHND"
+    del weights[lost]
+    safetensors.torch.save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=lost):
+        SlayformerForCausalLM.from_pretrained(tmp_path)
+
+
+GOOD = {
+    "attention": "slay",
+    "vocab_size": 50,
+    "layers": 1,
+    "heads": 2,
+    "width": 8,
+    "context_length": 16,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"attention": "sley"}, "attention=sley: did you mean slay?"),
+        ({"attention": {"name": "slay"}}, "attention.polynomial=.*must be given"),
+        ({"attention": {}}, "attention={}: needs a mechanism"),
+        ({"heads": 3}, "heads=3: must divide width=8"),
+        ({"layers": 0}, "layers=0: must be greater than 0"),
+        ({"dropout": 1.0}, "dropout=1.0: must be"),
+        ({"vocab_size": 0}, "vocab_size=0: must be greater than 0"),
+        ({"tie_word_embeddings": False}, "tie_word_embeddings=false"),
+    ],
+)
+def test_impossible_configurations_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SlayformerConfig(**{**GOOD, **change})
+
+
+def test_impossible_requests_are_refused(tiny: Any, ids: torch.Tensor) -> None:
+    from transformers import DynamicCache
+
+    model = tiny("slay")
+    with pytest.raises(ConfigError, match="output_attentions=true"):
+        model(ids, output_attentions=True)
+    with pytest.raises(ConfigError, match=r"attention_mask=\[3, 1, 20, 20\]"):
+        model(ids, attention_mask=torch.ones(3, 1, 20, 20))
+    with pytest.raises(ConfigError, match=r"attention_mask=\[3, 19\]"):
+        model(ids, attention_mask=torch.ones(3, 19))
+    with pytest.raises(ConfigError, match="cache=DynamicCache: make it with"):
+        model(ids, cache=DynamicCache())
+    with pytest.raises(ConfigError, match="use_cache=false"):
+        model(ids, cache=DynamicCache(config=model.config), use_cache=False)
+    with pytest.raises(ValueError, match="position 96 is beyond the context of 96 tokens"):
+        model(torch.ones(1, 97, dtype=torch.long))
+    with pytest.raises(TypeError, match="inputs_embeds"):
+        model(inputs_embeds=torch.zeros(1, 2, 32))
