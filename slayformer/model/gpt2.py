@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from slayformer.attention.base import generator
+from slayformer.attention.context_parallel import Stretch, attend, convolve, make_stretch
 from slayformer.config import ModelConfig
 from slayformer.model.short_convolution import ConvolutionState, ShortConvolution
 from slayformer.registry import build_attention
@@ -80,21 +81,28 @@ class Block(nn.Module):
         mask: Tensor | None,
         document_ids: Tensor | None,
         state: BlockState | None,
+        stretch: Stretch | None,
     ) -> tuple[Tensor, BlockState | None]:
         """Return (the block's output, its new state or None if `state` is None)."""
         batch_size, length, width = x_BTC.shape
         before = state or BlockState(None, None)
         qkv = self.query_key_value(self.attention_norm(x_BTC))
         convolution = None
-        if self.convolution is not None:
+        if self.convolution is not None and stretch is not None:
+            qkv = convolve(self.convolution, qkv, stretch)
+        elif self.convolution is not None:
             qkv, convolution = self.convolution(qkv, mask, document_ids, before.convolution)
         q_BHTD, k_BHTD, v_BHTD = (
             part.view(batch_size, length, self.heads, width // self.heads).transpose(1, 2)
             for part in qkv.split(width, dim=-1)
         )
-        y_BHTD, attention = self.attention(
-            q_BHTD, k_BHTD, v_BHTD, mask=mask, document_ids=document_ids, state=before.attention
-        )
+        attention = None
+        if stretch is not None:
+            y_BHTD = attend(self.attention, q_BHTD, k_BHTD, v_BHTD, stretch)
+        else:
+            y_BHTD, attention = self.attention(
+                q_BHTD, k_BHTD, v_BHTD, mask=mask, document_ids=document_ids, state=before.attention
+            )
         y_BTC = y_BHTD.transpose(1, 2).reshape(batch_size, length, width)
         x_BTC = x_BTC + self.dropout(self.attention_output(y_BTC))
         hidden = F.gelu(self.mlp_input(self.mlp_norm(x_BTC)), approximate="tanh")
@@ -195,20 +203,30 @@ class GPT2(nn.Module):
         document_ids_BT: Tensor | None = None,
         position_ids_BT: Tensor | None = None,
         states: ModelState | None = None,
+        context_group: Any = None,
     ) -> tuple[Tensor, ModelState | None]:
         """Return (hidden states after the final norm [B, T, C], the new states or None).
 
         `mask_BT`: True for real tokens; left padding then equals no padding. `states`: from
-        `init_states` or an earlier call. Raises ValueError for a position beyond the context.
+        `init_states` or an earlier call. `context_group`: the ranks that hold the sequence, each a
+        stretch of it, without padding or states. Raises ValueError for a position beyond the
+        context.
         """
         length = ids_BT.shape[1]
         real_BT = torch.ones_like(ids_BT) if mask_BT is None else mask_BT.long()
         seen_B = real_BT.new_zeros(ids_BT.shape[0]) if states is None else states.seen_B
+        stretch = None
+        if context_group is not None:
+            stretch = make_stretch(
+                context_group, ids_BT.shape[0], length, document_ids_BT, ids_BT.device
+            )
+            seen_B = seen_B + stretch.start
         if position_ids_BT is None:
             position_ids_BT = seen_B[:, None] + (real_BT.cumsum(dim=1) - 1).clamp_min(0)
         # without a cache or padding the length tells, and no device has to be waited for
         plain = states is None and mask_BT is None
-        last = length - 1 if plain else int(position_ids_BT.max())
+        start = 0 if stretch is None else stretch.start
+        last = start + length - 1 if plain else int(position_ids_BT.max())
         if last >= self.context_length:
             raise ValueError(
                 f"position {last} is beyond the context of {self.context_length} tokens"
@@ -218,7 +236,7 @@ class GPT2(nn.Module):
         layer_states: list[Any] = [None] * len(self.blocks) if states is None else states.layers
         new_states = []
         for block, state in zip(self.blocks, layer_states, strict=True):
-            x_BTC, new_state = block(x_BTC, mask_BT, document_ids_BT, state)
+            x_BTC, new_state = block(x_BTC, mask_BT, document_ids_BT, state, stretch)
             new_states.append(new_state)
         hidden_BTC = self.final_norm(x_BTC)
         if states is None:

@@ -12,8 +12,8 @@ from omegaconf import OmegaConf
 
 from slayformer.config import ModelConfig
 from slayformer.config_loading import load_attention_config
-from slayformer.model.gpt2 import GPT2
 from slayformer.huggingface.gpt2_weights import load_gpt2_weights
+from slayformer.model.gpt2 import GPT2
 
 SHAPE = ModelConfig(
     layers=3, heads=4, width=48, context_length=96, mlp_ratio=4, dropout=0.0, vocabulary_multiple=64

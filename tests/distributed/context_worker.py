@@ -1,0 +1,169 @@
+"""One process of a launch that splits sequences over ranks: `context_worker.py FOLDER TOTALS…`.
+
+Every rank compares its stretch of the outputs and gradients with the whole sequence on one rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from slayformer.attention.context_parallel import attend, make_stretch
+from slayformer.config import ModelConfig
+from slayformer.config_loading import load_attention_config
+from slayformer.errors import ConfigError
+from slayformer.model.gpt2 import GPT2
+from slayformer.registry import build_attention
+
+CONFIGS = Path(__file__).parents[2] / "configs" / "attention"
+HEADS, WIDTH, BATCH = 2, 16, 2
+MECHANISMS: list[tuple[str, dict[str, Any]]] = [
+    ("slay", {}),
+    ("slay_best", {}),
+    ("slay_best", {"local": "window", "local_size": 100}),
+    ("linear_elu", {}),
+    ("performer", {}),
+    ("cosformer", {}),
+    ("based", {}),
+    ("slay_random_maclaurin", {}),
+]
+
+
+def options(name: str, changes: dict[str, Any]) -> Any:
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        config = load_attention_config(OmegaConf.to_container(compose(name)))
+    return dataclasses.replace(config, backend="torch", **changes)
+
+
+def cut(total: int, rank: int, world: int) -> slice:
+    size = -(-total // world)
+    return slice(rank * size, min(total, (rank + 1) * size))
+
+
+def documents(total: int, kind: str) -> torch.Tensor | None:
+    """Return no ids, or boundaries on both sides of a cut and one exactly at it."""
+    if kind == "none":
+        return None
+    half = total // 2
+    starts = torch.zeros(BATCH, total, dtype=torch.long)
+    starts[0, [half - 3, half + 2]] = 1
+    starts[1, [half, total - 1]] = 1
+    return starts.cumsum(1)
+
+
+def compare(name: str, changes: dict[str, Any], total: int, kind: str) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    sizes = {"num_heads": HEADS, "head_dim": WIDTH, "max_sequence_length": 8192, "seed": 5}
+    whole = build_attention(options(name, changes), **sizes)
+    parts = build_attention(options(name, changes), **sizes)
+    draws = torch.Generator().manual_seed(total)
+    # short sequences in fp64 show that nothing is left out. Long ones stay in fp32, but for signed
+    # maps: their normaliser can be near zero, where fp32 says little
+    in_fp32 = total > 1000 and whole.positive
+    dtype, tolerance = (torch.float32, 1e-5) if in_fp32 else (torch.float64, 1e-10)
+    whole, parts = whole.to(dtype), parts.to(dtype)
+    q, k, v, weight = (
+        torch.randn(BATCH, HEADS, total, WIDTH, generator=draws, dtype=torch.float64).to(dtype)
+        for _ in range(4)
+    )
+    ids = documents(total, kind)
+    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+    y, _ = whole(*inputs, document_ids=ids)
+    loss = (y * weight).square().sum()
+    loss.backward()
+
+    own = cut(total, rank, world)
+    pieces = [x[:, :, own].clone().requires_grad_() for x in (q, k, v)]
+    own_ids = None if ids is None else ids[:, own]
+    stretch = make_stretch(dist.group.WORLD, BATCH, own.stop - own.start, own_ids, "cpu")
+    piece = attend(parts, *pieces, stretch)
+    own_loss = (piece * weight[:, :, own]).square().sum()
+    own_loss.backward()
+    label = f"{name} {changes} T={total} documents={kind} rank {rank}"
+
+    def close(ours: torch.Tensor, theirs: torch.Tensor, what: str) -> None:
+        error = float((ours - theirs).norm() / theirs.norm().clamp_min(1e-9))
+        assert error < tolerance, f"{what}: relative error {error:.2e}"
+
+    close(piece, y[:, :, own], f"{label}: output")
+    total_loss = own_loss.detach().clone()
+    dist.all_reduce(total_loss)
+    close(total_loss, loss.detach(), f"{label}: loss")
+    for part, full, letter in zip(pieces, inputs, "qkv", strict=True):
+        close(part.grad, full.grad[:, :, own], f"{label}: d{letter}")
+    for (parameter_name, ours), theirs in zip(
+        parts.named_parameters(), whole.parameters(), strict=True
+    ):
+        summed = torch.zeros_like(ours) if ours.grad is None else ours.grad.clone()
+        dist.all_reduce(summed)
+        close(summed, theirs.grad, f"{label}: {parameter_name}")
+
+
+def compare_model() -> None:
+    """Compare loss and gradients of a GPT-2 with short convolutions, stretch by stretch."""
+    rank, world, total = dist.get_rank(), dist.get_world_size(), 261
+    shape = ModelConfig(layers=2, heads=2, width=32, context_length=300, short_convolution=4)
+    whole, parts = (
+        GPT2(shape, options("slay_best", {"local_size": 16}), vocabulary_size=50, seed=3)
+        for _ in range(2)
+    )
+    ids = torch.randint(50, (BATCH, total + 1), generator=torch.Generator().manual_seed(7))
+    for kind in ("none", "cut"):
+        document_ids = documents(total, kind)
+        for model in (whole, parts):
+            model.zero_grad()
+
+        def loss(model: GPT2, span: slice, group: Any, given: Any = document_ids) -> Any:
+            own_ids = None if given is None else given[:, span]
+            hidden, _ = model(ids[:, :-1][:, span], document_ids_BT=own_ids, context_group=group)
+            targets = ids[:, 1:][:, span].flatten()
+            logits = model.logits(hidden).flatten(0, 1)
+            return torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
+
+        expected = loss(whole, slice(None), None)
+        expected.backward()
+        own = loss(parts, cut(total, rank, world), dist.group.WORLD)
+        own.backward()
+        summed = own.detach().clone()
+        dist.all_reduce(summed)
+        torch.testing.assert_close(summed, expected.detach(), rtol=1e-6, atol=0)
+        for (name, ours), theirs in zip(parts.named_parameters(), whole.parameters(), strict=True):
+            gradient = torch.zeros_like(ours) if ours.grad is None else ours.grad.clone()
+            dist.all_reduce(gradient)
+            error = float((gradient - theirs.grad).norm() / theirs.grad.norm().clamp_min(1e-6))
+            assert error < 1e-5, f"{name} documents={kind}: relative error {error:.2e}"
+
+
+def refuse() -> None:
+    """A mechanism over all pairs, and stretches too short for what is near, say so."""
+    q = torch.randn(1, HEADS, 8, WIDTH)
+    stretch = make_stretch(dist.group.WORLD, 1, 8, None, "cpu")
+    sizes = {"num_heads": HEADS, "head_dim": WIDTH, "max_sequence_length": 64, "seed": 5}
+    for name, changes, message in (
+        ("softmax", {}, "softmax compares all pairs"),
+        ("slay_best", {"local_size": 9}, "8 tokens for a rank, fewer than attention.local_size=9"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            attend(build_attention(options(name, changes), **sizes), q, q, q, stretch)
+
+
+dist.init_process_group("gloo")
+refuse()
+compare_model()
+for total in map(int, sys.argv[2:]):
+    for name, changes in MECHANISMS:
+        for kind in ("none", "cut"):
+            # the long ones with every mechanism once
+            if total < 1000 or (kind == "cut") == (total % 4096 > 0):
+                compare(name, changes, total, kind)
+(Path(sys.argv[1]) / f"done-{dist.get_rank()}").write_text("compared")
+dist.barrier()
+dist.destroy_process_group()
