@@ -34,6 +34,11 @@ def fraction(default: Any = MISSING) -> Any:
     return _checked(lambda value: 0 <= value < 1, "must be at least 0 and less than 1", default)
 
 
+def share(default: Any = MISSING) -> Any:
+    """Declare a field whose value is in (0, 1]."""
+    return _checked(lambda value: 0 < value <= 1, "must be above 0 and at most 1", default)
+
+
 def one_of(*choices: Any, default: Any = MISSING) -> Any:
     """Declare a field that takes one of `choices`."""
     return field(default=default, metadata={"choices": choices})
@@ -120,11 +125,15 @@ class DataConfig:
 
 @dataclass
 class RampConfig:
-    """Batch ramp: from `start_samples` up by `increment_samples`, evenly over `updates`."""
+    """Batch ramp: from `start_samples` up by `increment_samples`, evenly over `updates`.
+
+    Or, if that is what is set, over the first `samples` of the run on all devices.
+    """
 
     start_samples: int = positive()
     increment_samples: int = positive()
-    updates: int = positive()
+    updates: int | None = positive(None)
+    samples: int | None = positive(None)
 
 
 @dataclass
@@ -143,7 +152,7 @@ class BatchConfig:
 
 @dataclass
 class OptimizerConfig:
-    """AdamW. Norms, biases and other vectors are not decayed."""
+    """AdamW. Matrices are decayed; embeddings and vectors (norms, biases) by option."""
 
     learning_rate: float = positive()
     weight_decay: float = not_negative()
@@ -152,15 +161,27 @@ class OptimizerConfig:
     epsilon: float = positive(1e-8)
     # largest global gradient norm; 0 turns clipping off
     gradient_clipping: float = not_negative(1.0)
+    decay_embeddings: bool = True
+    decay_vectors: bool = False
+    # adds z_loss × (log-sum-exp of the logits)² to every target's loss in training; 0: none
+    z_loss: float = not_negative(0.0)
 
 
 @dataclass
 class ScheduleConfig:
-    """Learning rate over updates: linear warm-up, then `decay` down to a fraction of the peak."""
+    """Learning rate: linear warm-up, then `decay` down to a fraction of the peak.
 
-    decay: str = one_of("linear", "cosine", "constant")
-    warmup_updates: int = not_negative()
+    `unit` is what warm-up and decay are linear or cosine in. Under a batch ramp the two differ:
+    early updates hold few tokens. Exactly one length of the warm-up is set. `wsd` (warm-up, stable,
+    decay) stays at the peak until the last `decay_share` of the run and then falls linearly.
+    """
+
+    decay: str = one_of("linear", "cosine", "wsd", "constant")
+    warmup_updates: int | None = not_negative(None)
     final_fraction: float = fraction(0.0)
+    warmup_tokens: int | None = not_negative(None)
+    unit: str = one_of("updates", "tokens", default="updates")
+    decay_share: float = share(0.2)
 
 
 @dataclass
@@ -180,10 +201,21 @@ class BudgetConfig:
 
 @dataclass
 class EngineConfig:
-    """DeepSpeed: ZeRO stage and arithmetic. bf16 keeps fp32 weights and optimizer states."""
+    """DeepSpeed: ZeRO stage and arithmetic.
+
+    bf16 and fp16 are for matrix products: weights, gradients, their sums and AdamW stay fp32. fp16
+    scales the loss dynamically and is for GPUs without bf16.
+    """
 
     zero_stage: int = one_of(0, 1, 2, 3)
-    precision: str = one_of("fp32", "bf16")
+    precision: str = one_of("fp32", "bf16", "fp16")
+    # AdamW and its states on the CPU while the weights are on a GPU; from ZeRO stage 1 on
+    offload_optimizer: bool = False
+    # more settings of DeepSpeed's configuration file, such as {zero_optimization: {...}}
+    deepspeed: dict[str, Any] | None = None
+    # for the hours in the plan: A100, H100, … (null: the device found), and the share of its peak
+    planned_device: str | None = None
+    planned_utilisation: float = share(0.4)
 
 
 @dataclass
@@ -204,13 +236,17 @@ class CheckpointConfig:
 
 @dataclass
 class LoggingConfig:
-    """What a run tells: metrics.jsonl always; wandb `disabled`, `offline` or `online`."""
+    """What a run tells: metrics.jsonl always; wandb `disabled`, `offline` or `online`.
+
+    `tensorboard` writes event files into the run directory; it needs the package of that name.
+    """
 
     sample_prompt: str
     every_updates: int = positive()
     sample_tokens: int = not_negative()
     wandb: str = one_of("disabled", "offline", "online", default="disabled")
     wandb_project: str = "slayformer"
+    tensorboard: bool = False
 
 
 @dataclass

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from slayformer.config import ModelConfig, RecallConfig, TrainConfig
+from slayformer.config import EngineConfig, ModelConfig, RecallConfig, ScheduleConfig, TrainConfig
 from slayformer.errors import ConfigError, nearest
 
 
@@ -19,8 +19,11 @@ def validate(config: Any) -> None:
     check_fields(config, prefix="")
     if isinstance(config, TrainConfig | RecallConfig):
         _validate_model(config.model)
+        _validate_schedule(config.schedule)
     if isinstance(config, TrainConfig):
         _validate_train(config)
+    if isinstance(config, RecallConfig):
+        _validate_recall(config)
 
 
 def check_fields(config: Any, prefix: str) -> None:
@@ -72,6 +75,13 @@ def _validate_model(model: ModelConfig) -> None:
         raise ConfigError("model.heads", model.heads, hint)
 
 
+def _validate_schedule(schedule: ScheduleConfig) -> None:
+    _exactly_one(schedule, "schedule", dict.fromkeys(("warmup_updates", "warmup_tokens")))
+    if schedule.warmup_tokens is not None and schedule.unit != "tokens":
+        hint = "needs schedule.unit=tokens"
+        raise ConfigError("schedule.warmup_tokens", schedule.warmup_tokens, hint)
+
+
 def _validate_train(config: TrainConfig) -> None:
     tokenizer = config.tokenizer
     if tokenizer.name == "bpe":
@@ -91,6 +101,8 @@ def _validate_train(config: TrainConfig) -> None:
     batch_fields = ("samples_per_update", "samples_per_device")
     _exactly_one(config.batch, "batch", dict.fromkeys(batch_fields))
     ramp = config.batch.ramp
+    if ramp is not None:
+        _exactly_one(ramp, "batch.ramp", dict.fromkeys(("updates", "samples")))
     size = config.batch.samples_per_update or config.batch.samples_per_device
     if ramp is not None and size is not None:
         if ramp.start_samples > size:
@@ -106,3 +118,46 @@ def _validate_train(config: TrainConfig) -> None:
         raise ConfigError("run_directory", "''", "name a folder, or null for a new one in runs")
     if config.resume == "auto" and config.run_directory is None:
         raise ConfigError("resume", "auto", "needs run_directory, the run to go on with")
+    _validate_engine(config.engine)
+
+
+# settings of DeepSpeed that an option of ours sets, or that would change what an update means
+OWN_DEEPSPEED_SETTINGS = {
+    "bf16": "it rounds the weights to bf16, and without ZeRO gradients and their norm go wrong; "
+    "engine.precision=bf16 keeps them in fp32",
+    "fp16": "engine.precision=fp16 scales the loss and keeps weights and gradients in fp32",
+    "torch_autocast": "it reduces gradients in half precision; use engine.precision",
+    "data_types": "gradients are summed in fp32",
+    "communication_data_type": "gradients are summed in fp32",
+    "optimizer": "use the group optimizer",
+    "scheduler": "use the group schedule",
+    "gradient_clipping": "use optimizer.gradient_clipping",
+    "train_batch_size": "the plan sets it from the group batch",
+    "train_micro_batch_size_per_gpu": "use batch.micro_samples",
+    "gradient_accumulation_steps": "it follows from the group batch",
+    "zero_optimization.stage": "use engine.zero_stage",
+    "zero_optimization.offload_optimizer": "use engine.offload_optimizer",
+}
+
+
+def _validate_engine(engine: EngineConfig) -> None:
+    if engine.offload_optimizer and engine.zero_stage == 0:
+        hint = "DeepSpeed moves the optimizer to the CPU from engine.zero_stage=1 on"
+        raise ConfigError("engine.offload_optimizer", True, hint)
+    for path, reason in OWN_DEEPSPEED_SETTINGS.items():
+        found: Any = engine.deepspeed
+        for name in path.split("."):
+            found = found.get(name) if isinstance(found, dict) else None
+        if found is not None:
+            raise ConfigError(f"engine.deepspeed.{path}", found, reason)
+
+
+def _validate_recall(config: RecallConfig) -> None:
+    """Refuse what the short training of the recall task does not do."""
+    schedule = config.schedule
+    if schedule.warmup_tokens is not None:
+        hint = "recall counts its warm-up in updates; use schedule.warmup_updates"
+        raise ConfigError("schedule.warmup_tokens", schedule.warmup_tokens, hint)
+    if config.optimizer.z_loss:
+        hint = "recall trains on the plain cross entropy; use 0"
+        raise ConfigError("optimizer.z_loss", config.optimizer.z_loss, hint)

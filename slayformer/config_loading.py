@@ -54,6 +54,9 @@ def load_attention_config(options: Any) -> Any:
         raise ConfigError("attention.name", name, hint)
     config = _typed(entry.config, options, prefix="attention.")
     check_fields(config, prefix="attention.")
+    if config.backend not in entry.attention.backends:
+        hint = f"{name} can be computed by {', '.join(entry.attention.backends)}"
+        raise ConfigError("attention.backend", config.backend, hint)
     config.check()
     return config
 

@@ -67,8 +67,8 @@ class WindowLoader:
         tokens = np.empty((len(sample_indices), self.context_length + 1), dtype=np.int64)
         for row, index in zip(tokens, sample_indices, strict=True):
             self._stream.read_into(row, self.window(index) * self.context_length)
-        ids_BT = np.ascontiguousarray(tokens[:, :-1])
-        targets_BT = np.ascontiguousarray(tokens[:, 1:])
+        # copies, also of a single row: whoever masks targets must not reach the ids
+        ids_BT, targets_BT = tokens[:, :-1].copy(), tokens[:, 1:].copy()
         documents: tuple[torch.Tensor, ...] = ()
         if self._isolate_documents:
             pair = document_positions(ids_BT, self._end_of_text)

@@ -143,23 +143,6 @@ def make_plan(config: TrainConfig, vocabulary_size: int, world_size: int) -> Pla
     )
 
 
-def memory_per_device_bytes(parameters: int, zero_stage: int, world_size: int) -> int:
-    """Estimate what fp32 weights, gradients and AdamW hold on each device, without activations.
-
-    Weights, gradients and the two moments take 4 bytes a parameter each; from stage 1 on DeepSpeed
-    keeps a flat copy of the weights beside them. Stage 1 shares moments and copy over the devices,
-    stage 2 gradients too, stage 3 everything.
-    """
-    weights, gradients, moments, copy = 4, 4, 8, 4
-    replicated, shared = {
-        0: (weights + gradients + moments, 0),
-        1: (weights + gradients, moments + copy),
-        2: (weights, gradients + moments + copy),
-        3: (0, weights + gradients + moments + copy),
-    }[zero_stage]
-    return parameters * replicated + math.ceil(parameters * shared / world_size)
-
-
 def _batch_sizes(batch: BatchConfig, world_size: int) -> tuple[int, int, int]:
     """Return full size, first size and increment in samples per update over all devices."""
     ramp = batch.ramp
@@ -187,18 +170,29 @@ def _must_divide(field: str, value: int, world_size: int) -> None:
 def _size_steps(batch: BatchConfig, full: int, start: int, increment: int) -> list[tuple[int, int]]:
     """Return (first update, samples per update) wherever the size changes.
 
-    During the ramp, update u has start + increment x floor(u x steps / ramp.updates) samples.
+    During the ramp an update has start + increment x floor(steps x progress) samples. Progress
+    counts updates, u / ramp.updates, or the samples seen before the update / ramp.samples.
     """
-    if batch.ramp is None or start == full:
+    ramp = batch.ramp
+    if ramp is None or start == full:
         return [(0, full)]
     steps = (full - start) // increment
     sizes: list[tuple[int, int]] = []
+    first = seen = 0
     for step in range(steps + 1):
-        first = math.ceil(step * batch.ramp.updates / steps)
+        size = start + increment * step
+        if ramp.updates is not None:
+            first = math.ceil(step * ramp.updates / steps)
+        elif step > 0:
+            assert ramp.samples is not None
+            # the updates of the size before that its share of the samples takes, in whole numbers
+            left = ramp.samples * step - seen * steps
+            updates = max(0, -(-left // (steps * (size - increment))))
+            first, seen = first + updates, seen + updates * (size - increment)
         # more steps than updates: the largest size of an update counts
         if sizes and sizes[-1][0] == first:
             sizes.pop()
-        sizes.append((first, start + increment * step))
+        sizes.append((first, size))
     return sizes
 
 

@@ -1,4 +1,4 @@
-"""DeepSpeed behind six methods; no other file imports it.
+"""DeepSpeed behind a few methods; no other file imports it.
 
 What an update means is ours: the loop divides every loss by the targets of the whole update, so
 DeepSpeed is told of one accumulation step and only hears where an update ends. That keeps a change
@@ -8,6 +8,7 @@ of accumulation at run time (a batch ramp) exact in every ZeRO stage.
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import sys
 import warnings
@@ -16,9 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slayformer.config import TrainConfig
+from slayformer.config import EngineConfig, TrainConfig
 from slayformer.data.loader import Batch
 from slayformer.training import distributed
+from slayformer.training.devices import check_offload, check_precision
+from slayformer.training.loss_scale import LossScale
+from slayformer.training.memory import REDUCE_BUCKET_ELEMENTS
 from slayformer.training.objective import LanguageModelObjective
 from slayformer.training.optimizer import build_optimizer
 from slayformer.training.optimizer_state import gather, scatter
@@ -30,19 +34,23 @@ STAGE3_WHOLE_BELOW = 100_000
 class TrainingEngine:
     """A `LanguageModelObjective` under DeepSpeed: forward, backward, step, and its whole state.
 
-    `objective` is the wrapped module, for evaluation; `device` is where batches must be.
+    `objective` is the wrapped module, for evaluation; `device` is where batches must be. In fp16
+    `loss_scale` is that of the next update, else None.
     """
 
     def __init__(self, objective: LanguageModelObjective, config: TrainConfig) -> None:
         distributed.initialize()
         self.device = distributed.device()
+        check_engine(config.engine, self.device)
         self.objective = objective.to(self.device)
         self.zero_stage = config.engine.zero_stage
         self._clipping = config.optimizer.gradient_clipping
+        self.loss_scale = LossScale() if config.engine.precision == "fp16" else None
         deepspeed = _import_deepspeed()
+        parameters = sum(parameter.numel() for parameter in objective.parameters())
         optimizer = build_optimizer(objective, config.optimizer, self.device)
         self._engine, *_ = deepspeed.initialize(
-            model=objective, optimizer=optimizer, config=deepspeed_settings(config)
+            model=objective, optimizer=optimizer, config=deepspeed_settings(config, parameters)
         )
         if self.zero_stage == 3:
             # the head is the weight of another module: gather it for the objective as well
@@ -59,25 +67,45 @@ class TrainingEngine:
         Gradients are averaged over ranks, so a loss that is a share of the update's sum carries
         the factor world size.
         """
+        if self.loss_scale is not None:
+            if self.zero_stage == 0:
+                loss = loss * self.loss_scale.value
+            else:
+                # from here on it scales losses, and gradients back in `step`
+                self._engine.optimizer.override_loss_scale(self.loss_scale.value)
         self._engine.set_gradient_accumulation_boundary(last)
         self._engine.backward(loss)
 
     def step(self, learning_rate: float) -> float:
         """Update the weights; return the norm of all gradients before clipping.
 
-        Every parameter group learns at its own scale of `learning_rate`.
+        Every parameter group learns at its own scale of `learning_rate`. In fp16 gradients that
+        overflowed are dropped with nothing changed but the loss scale, and the norm is infinite.
         """
         for group in self._engine.optimizer.param_groups:
             group["lr"] = learning_rate * group["learning_rate_scale"]
-        if self.zero_stage == 0:
-            # without ZeRO DeepSpeed reports no norm in fp32, so norm and clipping are ours
-            parameters = list(self.objective.parameters())
-            limit = self._clipping or float("inf")
-            norm = float(torch.nn.utils.clip_grad_norm_(parameters, limit))
+        norm = self._clip() if self.zero_stage == 0 else 0.0
+        if math.isfinite(norm) or self.loss_scale is None:
             self._engine.step()
-            return norm
-        self._engine.step()
-        return float(self._engine.get_global_grad_norm())
+        else:
+            self._engine.optimizer.zero_grad()
+        if self.zero_stage > 0:
+            norm = float(self._engine.get_global_grad_norm())
+        if self.loss_scale is not None:
+            self.loss_scale.after_update(overflowed=not math.isfinite(norm))
+        return norm
+
+    def _clip(self) -> float:
+        """Scale back and clip the gradients and return their norm.
+
+        Without ZeRO DeepSpeed reports no norm in fp32, so norm and clipping are ours.
+        """
+        parameters = list(self.objective.parameters())
+        if self.loss_scale is not None:
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            torch._foreach_mul_(gradients, 1 / self.loss_scale.value)
+        limit = self._clipping or float("inf")
+        return float(torch.nn.utils.clip_grad_norm_(parameters, limit))
 
     def optimizer_moments(self) -> dict[str, Tensor]:
         """Return AdamW's moments by parameter, fp32 on the CPU: see `optimizer_state.gather`.
@@ -116,23 +144,51 @@ class TrainingEngine:
         self._engine.destroy()
 
 
-def deepspeed_settings(config: TrainConfig) -> dict[str, Any]:
-    """Return DeepSpeed's configuration: fp32 weights and reductions, nothing scheduled by it."""
-    stage = config.engine.zero_stage
+def check_engine(engine: EngineConfig, device: torch.device) -> None:
+    """Raise ConfigError for what `device` cannot do."""
+    check_precision(engine.precision, device)
+    check_offload(engine.offload_optimizer, device)
+
+
+def deepspeed_settings(config: TrainConfig, parameters: int) -> dict[str, Any]:
+    """Return DeepSpeed's configuration: fp32 weights and reductions, nothing scheduled by it.
+
+    `engine.deepspeed` adds to it.
+    """
+    engine = config.engine
+    zero: dict[str, Any] = {"stage": engine.zero_stage}
+    if engine.zero_stage > 0:
+        # it allocates the whole bucket, however small the model
+        zero["reduce_bucket_size"] = min(REDUCE_BUCKET_ELEMENTS, parameters)
+    if engine.zero_stage == 3:
+        zero["stage3_param_persistence_threshold"] = STAGE3_WHOLE_BELOW
+    if engine.offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": config.batch.micro_samples,
         "gradient_accumulation_steps": 1,
         "steps_per_print": sys.maxsize,
-        "zero_optimization": {"stage": stage},
-        # torch's AdamW is no optimizer of DeepSpeed's own
+        "zero_optimization": zero,
+        # torch's AdamW is no optimizer of DeepSpeed's own, on a GPU or offloaded to the CPU, where
+        # its fused form needs no extension compiled
         "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
         "communication_data_type": "fp32",
         # its default is 1; without ZeRO `step` clips
-        "gradient_clipping": config.optimizer.gradient_clipping if stage > 0 else 0.0,
+        "gradient_clipping": config.optimizer.gradient_clipping if engine.zero_stage > 0 else 0.0,
     }
-    if stage == 3:
-        settings["zero_optimization"]["stage3_param_persistence_threshold"] = STAGE3_WHOLE_BELOW
-    return settings
+    return _merged(settings, engine.deepspeed or {})
+
+
+def _merged(settings: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """Return `settings` with `more` in it, dictionaries inside merged too."""
+    both = dict(settings)
+    for key, value in more.items():
+        inner = both.get(key)
+        if isinstance(inner, dict) and isinstance(value, dict):
+            value = _merged(inner, value)
+        both[key] = value
+    return both
 
 
 def _import_deepspeed() -> Any:

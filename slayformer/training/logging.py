@@ -1,6 +1,6 @@
-"""What a run tells while it works: metrics.jsonl, a live line or plain ones, wandb if asked.
+"""What a run tells while it works: metrics.jsonl, a live line or plain ones, trackers if asked.
 
-Only rank 0 has a RunLog. metrics.jsonl is the truth; wandb repeats it and may fail without harm.
+Only rank 0 has a RunLog. metrics.jsonl is the truth.
 """
 
 from __future__ import annotations
@@ -13,11 +13,16 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-from slayformer.config import LoggingConfig
+from slayformer.config import LoggingConfig, TrainConfig
+from slayformer.config_loading import to_plain
 from slayformer.data.shards import write_atomically
 from slayformer.errors import UserError
 from slayformer.training.budget import Plan
-from slayformer.training.run_directory import write_json
+from slayformer.training.inputs import Inputs
+from slayformer.training.meters import PARTS
+from slayformer.training.plan_table import print_plan
+from slayformer.training.run_directory import RunStart, changed_settings, write_json
+from slayformer.training.trackers import TensorBoard, Tracker, Wandb
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -62,7 +67,14 @@ class RunLog:
         write_atomically(path, [f"{line}\n".encode() for line in earlier])
         self._file = path.open("a", encoding="utf-8")
         self._plan, self._every_updates = plan, config.every_updates
-        self._wandb = _Wandb(run_directory, config, settings, wandb_id, console)
+        self._wandb: Wandb | None = None
+        self._trackers: list[Tracker] = []
+        if config.wandb != "disabled":
+            self._wandb = Wandb(run_directory, config, settings, wandb_id, console)
+            self._trackers.append(self._wandb)
+        if config.tensorboard:
+            first_update = json.loads(earlier[-1])["update"] + 1 if earlier else 0
+            self._trackers.append(TensorBoard(run_directory, first_update, console))
         self.console = console
         self._progress = Progress(
             TextColumn("update {task.completed:,}/{task.total:,}"),
@@ -80,12 +92,13 @@ class RunLog:
     def __exit__(self, *exception: object) -> None:
         self._progress.stop()
         self._file.close()
-        self._wandb.finish()
+        for tracker in self._trackers:
+            tracker.finish()
 
     @property
     def wandb_id(self) -> str | None:
         """The wandb run these records go to, None without one."""
-        return self._wandb.id
+        return self._wandb.id if self._wandb is not None else None
 
     def train(self, record: dict[str, Any], *, mean_tokens_per_second: float) -> None:
         """Write the record of an update, and tell it in the live line or every so many updates."""
@@ -120,6 +133,13 @@ class RunLog:
         self.say(f"validation loss        {summary['validation_loss']:.4f} nats/token")
         self.say(f"unigram cross entropy  {unigram:.4f} nats/token (ignoring all context)")
         self.say(f"speed                  {summary['tokens_per_second']:,.0f} tokens/s")
+        milliseconds = summary["milliseconds_per_update"]
+        parts = ", ".join(
+            f"{part.replace('_', ' and ')} {milliseconds[part]:,.1f}" for part in PARTS
+        )
+        self.say(f"ms per update          {sum(milliseconds.values()):,.0f}: {parts}")
+        if summary["mfu"] is not None:
+            self.say(f"model FLOPs            {100 * summary['mfu']:.1f} % of the devices' peak")
         self.say(f"peak memory            {peak:,.0f} MiB per device")
         self.say(f"run directory          {directory}")
         self.say(f"checkpoint             {checkpoint}")
@@ -134,63 +154,42 @@ class RunLog:
             self._file.flush()
         except OSError as error:
             raise UserError(f"{self._file.name} cannot be written: {error}") from error
-        self._wandb.log(record)
+        for tracker in self._trackers:
+            tracker.log(record)
 
 
-class _Wandb:
-    """The wandb run of a log; whatever goes wrong there is told once and then left alone."""
-
-    def __init__(
-        self,
-        run_directory: Path,
-        config: LoggingConfig,
-        settings: dict[str, Any],
-        run_id: str | None,
-        console: Console,
-    ) -> None:
-        self.id: str | None = run_id
-        self._run: Any = None
-        self._console = console
-        if config.wandb == "disabled":
-            return
-        try:
-            import wandb
-
-            self._run = wandb.init(
-                project=config.wandb_project,
-                name=run_directory.name,
-                dir=str(run_directory),
-                mode=config.wandb,  # type: ignore[arg-type]
-                config=settings,
-                id=run_id,
-                resume="allow",
-            )
-            self.id = self._run.id
-        except Exception as error:
-            self._give_up(error)
-
-    def log(self, record: dict[str, Any]) -> None:
-        if self._run is None:
-            return
-        values = {f"{record['kind']}/{key}": value for key, value in record.items()}
-        try:
-            # no step of wandb's: offline it begins anew on resume
-            self._run.log({**values, "update": record["update"], "tokens": record["tokens"]})
-        except Exception as error:
-            self._give_up(error)
-
-    def finish(self) -> None:
-        if self._run is None:
-            return
-        try:
-            self._run.finish()
-        except Exception as error:
-            self._give_up(error)
-
-    def _give_up(self, error: Exception) -> None:
-        self._run = None
-        self._console.print(
-            f"warning: wandb failed ({error}); training goes on, metrics.jsonl has everything",
-            markup=False,
-            soft_wrap=True,
-        )
+def open_log(
+    config: TrainConfig, plan: Plan, inputs: Inputs, start: RunStart, state: dict[str, Any]
+) -> RunLog:
+    """Print what the run will do, and return its log."""
+    console = Console()
+    update = state.get("update", 0)
+    earlier: list[str] = []
+    if start.metrics_from is not None:
+        metrics = start.metrics_from / METRICS_FILE
+        earlier = read_metrics(metrics, up_to_update=update, last_update=plan.updates)
+    log = RunLog(
+        start.directory,
+        plan,
+        config.logging,
+        earlier=earlier,
+        settings=to_plain(config),
+        wandb_id=None if start.is_branch else state.get("wandb_id"),
+        console=console,
+    )
+    print_plan(console, plan, config, inputs.data.tokenizer.vocabulary_size)
+    epochs = plan.samples / inputs.train.windows
+    log.say(
+        f"data: {len(inputs.data.train):,} training tokens ({epochs:.2f} epochs), "
+        f"{inputs.windows:,} validation windows of {plan.context_length:,} tokens"
+    )
+    log.say(f"run directory: {start.directory}")
+    for warning in start.warnings:
+        log.say(f"warning: {warning}")
+    if start.checkpoint is not None:
+        log.say(f"going on after update {update:,} from {start.checkpoint}")
+        for change in changed_settings(start.checkpoint, config):
+            log.say(f"changed since then: {change}")
+    elif config.resume == "auto":
+        log.say("no checkpoint there yet: starting anew")
+    return log

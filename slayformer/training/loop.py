@@ -7,14 +7,12 @@ import os
 import time
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from rich.console import Console
 
 from slayformer.config import TrainConfig
-from slayformer.config_loading import to_plain
 from slayformer.data.tokenizer import vocabulary_size
 from slayformer.errors import UserError
 from slayformer.evaluation.loss import LossTotals, score
@@ -22,16 +20,16 @@ from slayformer.model.gpt2 import GPT2
 from slayformer.registry import attention_entry
 from slayformer.training import checkpoint, distributed
 from slayformer.training.budget import Plan, make_plan
-from slayformer.training.engine import TrainingEngine
+from slayformer.training.devices import found_device
+from slayformer.training.engine import TrainingEngine, check_engine
 from slayformer.training.inputs import Inputs, open_inputs
 from slayformer.training.interruption import StopSignal, resume_command
-from slayformer.training.logging import METRICS_FILE, RunLog, read_metrics
-from slayformer.training.meters import Meter, peak_memory_bytes
+from slayformer.training.logging import open_log
+from slayformer.training.meters import Meter, model_flops_utilisation, peak_memory_bytes
 from slayformer.training.objective import LanguageModelObjective
 from slayformer.training.plan_table import own_parameters, print_plan
 from slayformer.training.run_directory import (
     RunStart,
-    changed_settings,
     git_revision,
     package_versions,
     start_run,
@@ -40,6 +38,7 @@ from slayformer.training.run_directory import (
 )
 from slayformer.training.sample import write_sample
 from slayformer.training.schedule import check_schedule, learning_rate
+from slayformer.training.trackers import check_trackers
 
 
 def run(config: TrainConfig) -> Path | None:
@@ -52,14 +51,16 @@ def run(config: TrainConfig) -> Path | None:
     vocabulary = vocabulary_size(config.tokenizer)
     if config.dry_run:
         plan = make_plan(config, vocabulary, distributed.planned_world_size())
-        check_schedule(config.schedule, plan.updates)
+        check_schedule(config.schedule, plan.updates, plan.tokens_at)
         if os.environ.get("RANK", "0") == "0":
             note = "" if "WORLD_SIZE" in os.environ else " (WORLD_SIZE is not set: planned for one)"
             print_plan(Console(), plan, config, vocabulary, note)
         return None
     distributed.initialize()
+    check_engine(config.engine, distributed.device())
+    check_trackers(config.logging)
     plan = make_plan(config, vocabulary, distributed.world_size())
-    check_schedule(config.schedule, plan.updates)
+    check_schedule(config.schedule, plan.updates, plan.tokens_at)
     inputs = open_inputs(config)
     start = distributed.run_on_main(lambda: start_run(config, plan, inputs.data.tokenizer))
     training = Training(config, plan, inputs, start)
@@ -84,8 +85,9 @@ class Training:
         # a run that branches off another has no checkpoint of its own yet
         self.saved_update = 0 if start.is_branch else self.update
         self.meter = Meter(
+            distributed.device(),
             tokens_before=plan.tokens_at(self.update),
-            seconds_before=state.get("training_seconds", 0.0),
+            before=state.get("seconds_by_part"),
         )
         self.started = time.monotonic() - state.get("seconds", 0.0)
         model = GPT2(
@@ -96,7 +98,8 @@ class Training:
         )
         if start.checkpoint is not None:
             checkpoint.load_weights(start.checkpoint, model)
-        objective = LanguageModelObjective(model, config.engine.precision)
+        objective = LanguageModelObjective(model, config.engine.precision, config.optimizer.z_loss)
+        self.forward_flops = model.flops_per_token(config.model.context_length)
         self.engine = TrainingEngine(objective, config)
         # dropout differs between ranks and follows from the seed, and from the update where ranks
         # that were not there before go on
@@ -105,8 +108,10 @@ class Training:
         if start.checkpoint is not None:
             same_world = state["world_size"] == distributed.world_size()
             checkpoint.restore(start.checkpoint, self.engine, same_world=same_world)
+            if self.engine.loss_scale is not None and state.get("loss_scale"):
+                self.engine.loss_scale.state = state["loss_scale"]
         distributed.run_on_main(lambda: write_records(start.directory, config, plan))
-        self.log = _open_log(config, plan, inputs, start, state) if distributed.is_main() else None
+        self.log = open_log(config, plan, inputs, start, state) if distributed.is_main() else None
 
     def run(self) -> None:
         """Do the updates that are left, then validate, save and sum up; or stop when asked to."""
@@ -133,33 +138,43 @@ class Training:
 
     def _do_update(self, stop: StopSignal) -> bool:
         """Do one update; return whether any rank has been asked to stop."""
-        self.meter.start_update()
         samples = self.plan.samples_of(self.update)
         targets = len(samples) * self.plan.context_length
         passes = self.plan.micro_batches(self.update, distributed.rank())
-        own_nats = torch.zeros((), dtype=torch.float64, device=self.engine.device)
+        # cross entropy and z-loss
+        own_nats = torch.zeros(2, dtype=torch.float64, device=self.engine.device)
         guarded = []
+        objective = self.engine.objective
         for number, micro_batch in enumerate(passes, start=1):
-            batch = self.inputs.micro_batch(micro_batch, padding_sample=samples[0])
-            nats_BT = self.engine.forward(batch)
-            # every token of the update weighs the same, whatever the passes and ranks
-            loss = nats_BT.sum() * (distributed.world_size() / targets)
-            share = self.engine.objective.model.guarded_share()
-            guarded += [] if share is None else [share]
-            self.engine.backward(loss, last=number == len(passes))
-            own_nats += nats_BT.detach().sum(dtype=torch.float64)
-        own = torch.tensor([own_nats.item(), float(stop.received)], dtype=torch.float64)
-        nats, stops = distributed.sum_over_ranks(own).tolist()
+            with self.meter.part("data"):
+                batch = self.inputs.micro_batch(micro_batch, padding_sample=samples[0])
+            with self.meter.part("forward_backward"):
+                nats_BT = self.engine.forward(batch)
+                # every token of the update weighs the same, whatever the passes and ranks
+                loss = nats_BT.sum() * (distributed.world_size() / targets)
+                share = objective.model.guarded_share()
+                guarded += [] if share is None else [share]
+                self.engine.backward(loss, last=number == len(passes))
+                own_nats[0] += nats_BT.detach().sum(dtype=torch.float64)
+                if objective.z_nats is not None:
+                    own_nats += torch.stack([-objective.z_nats, objective.z_nats])
+        with self.meter.part("forward_backward", wait=True):
+            own = torch.tensor([*own_nats.tolist(), float(stop.received)], dtype=torch.float64)
+            nats, z_nats, stops = distributed.sum_over_ranks(own).tolist()
         self._must_be_finite("loss", nats, samples)
         rate = learning_rate(
             self.update,
             self.plan.updates,
             peak=self.config.optimizer.learning_rate,
             schedule=self.config.schedule,
+            tokens_at=self.plan.tokens_at,
         )
-        norm = self.engine.step(rate)
-        self._must_be_finite("gradient norm", norm, samples)
-        tokens_per_second, milliseconds = self.meter.end_update(targets)
+        loss_scale = self.engine.loss_scale and self.engine.loss_scale.value
+        with self.meter.part("optimizer", wait=True):
+            norm = self.engine.step(rate)
+        if loss_scale is None:
+            self._must_be_finite("gradient norm", norm, samples)
+        told = self.meter.end_update(targets)
         self.update += 1
         if self.log is not None:
             record = {
@@ -167,15 +182,29 @@ class Training:
                 "tokens": self.plan.tokens_at(self.update),
                 "loss": nats / targets,
                 "learning_rate": rate,
-                "gradient_norm": norm,
-                "tokens_per_second": tokens_per_second,
+                # none where fp16 overflowed and the update was skipped
+                "gradient_norm": norm if math.isfinite(norm) else None,
+                **told,
                 "samples": self.plan.samples_at(self.update),
-                "milliseconds": milliseconds,
+                "peak_memory_bytes": peak_memory_bytes(self.engine.device),
             }
+            mfu = self._mfu(told["tokens_per_second"])
+            record |= {} if mfu is None else {"mfu": mfu}
+            record |= {} if loss_scale is None else {"loss_scale": loss_scale}
+            if objective.z_loss:
+                record["z_loss"] = z_nats / targets
             if guarded:
                 record["guarded_share"] = torch.stack(guarded).mean().item()
             self.log.train(record, mean_tokens_per_second=self.meter.tokens_per_second)
         return stops > 0
+
+    def _mfu(self, tokens_per_second: float) -> float | None:
+        return model_flops_utilisation(
+            tokens_per_second,
+            forward_flops=self.forward_flops,
+            device=found_device(self.config.engine.precision),
+            devices=distributed.world_size(),
+        )
 
     def _must_be_finite(self, what: str, value: float, samples: range) -> None:
         if not math.isfinite(value):
@@ -188,13 +217,14 @@ class Training:
 
     def _validate(self) -> LossTotals:
         """Score the fixed validation windows on all ranks, and write the record."""
-        totals = score(
-            self.engine.objective,
-            self.inputs.validation,
-            windows=self.inputs.windows,
-            batch_samples=self.plan.micro_samples,
-            byte_lengths=self.inputs.data.tokenizer.token_byte_lengths(),
-        )
+        with self.meter.part("validation"):
+            totals = score(
+                self.engine.objective,
+                self.inputs.validation,
+                windows=self.inputs.windows,
+                batch_samples=self.plan.micro_samples,
+                byte_lengths=self.inputs.data.tokenizer.token_byte_lengths(),
+            )
         self.validated = {self.update: totals.loss}
         if self.log is not None:
             self.log.validation(
@@ -227,19 +257,21 @@ class Training:
             "mechanism": self.config.attention.name,
             "tokenizer": self.inputs.data.tokenizer.identity,
             "data": self.inputs.data.directory.name,
-            "training_seconds": self.meter.seconds,
+            "seconds_by_part": self.meter.state,
+            "loss_scale": self.engine.loss_scale and self.engine.loss_scale.state,
             "seconds": time.monotonic() - self.started,
             "wandb_id": self.log.wandb_id if self.log is not None else None,
             "git_revision": git_revision(),
             "packages": package_versions(),
         }
-        checkpoint.save_checkpoint(
-            self.directory,
-            self.engine,
-            config=self.config,
-            tokenizer=self.inputs.data.tokenizer,
-            state=state,
-        )
+        with self.meter.part("saving"):
+            checkpoint.save_checkpoint(
+                self.directory,
+                self.engine,
+                config=self.config,
+                tokenizer=self.inputs.data.tokenizer,
+                state=state,
+            )
         self.saved_update = self.update
 
     def _sum_up(self, totals: LossTotals, sample: str | None) -> None:
@@ -249,6 +281,7 @@ class Training:
         if self.log is None:
             return
         model, length = self.engine.objective.model, self.plan.context_length
+        seconds = self.meter.state
         options = self.config.attention
         mechanism = options.mechanism or options.name
         summary = {
@@ -257,7 +290,7 @@ class Training:
             "updates": self.plan.updates,
             "tokens": self.plan.tokens_at(self.plan.updates),
             "parameters": own_parameters(model),
-            "flops_per_token": model.flops_per_token(length),
+            "flops_per_token": self.forward_flops,
             "state_bytes": model.state_bytes(length),
             "control": attention_entry(mechanism).attention.control,
             "validation_loss": totals.loss,
@@ -266,6 +299,10 @@ class Training:
             "loss_by_position": totals.by_position(),
             "unigram_loss": unigram,
             "tokens_per_second": self.meter.tokens_per_second,
+            "milliseconds_per_update": {
+                part: 1000 * seconds[part] / self.plan.updates for part in seconds
+            },
+            "mfu": self._mfu(self.meter.tokens_per_second),
             "peak_memory_bytes": peak_bytes,
             "seconds": time.monotonic() - self.started,
             "finished": True,
@@ -277,40 +314,3 @@ class Training:
         if self.log is not None:
             self.log.say(f"stopped and saved after update {self.update:,} of {self.plan.updates:,}")
             self.log.say(f"resume with: {resume_command(self.directory)}")
-
-
-def _open_log(
-    config: TrainConfig, plan: Plan, inputs: Inputs, start: RunStart, state: dict[str, Any]
-) -> RunLog:
-    """Print what the run will do, and return its log."""
-    console = Console()
-    update = state.get("update", 0)
-    earlier: list[str] = []
-    if start.metrics_from is not None:
-        metrics = start.metrics_from / METRICS_FILE
-        earlier = read_metrics(metrics, up_to_update=update, last_update=plan.updates)
-    log = RunLog(
-        start.directory,
-        plan,
-        config.logging,
-        earlier=earlier,
-        settings=to_plain(config),
-        wandb_id=None if start.is_branch else state.get("wandb_id"),
-        console=console,
-    )
-    print_plan(console, plan, config, inputs.data.tokenizer.vocabulary_size)
-    epochs = plan.samples / inputs.train.windows
-    log.say(
-        f"data: {len(inputs.data.train):,} training tokens ({epochs:.2f} epochs), "
-        f"{inputs.windows:,} validation windows of {plan.context_length:,} tokens"
-    )
-    log.say(f"run directory: {start.directory}")
-    for warning in start.warnings:
-        log.say(f"warning: {warning}")
-    if start.checkpoint is not None:
-        log.say(f"going on after update {update:,} from {start.checkpoint}")
-        for change in changed_settings(start.checkpoint, config):
-            log.say(f"changed since then: {change}")
-    elif config.resume == "auto":
-        log.say("no checkpoint there yet: starting anew")
-    return log

@@ -5,35 +5,95 @@ from __future__ import annotations
 import resource
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
+from slayformer.training.devices import Device
+
+# what an update consists of; validation and saving come between updates
+UPDATE_PARTS = ("data", "forward_backward", "optimizer")
+PARTS = (*UPDATE_PARTS, "validation", "saving")
+# matrix products of the backward pass for each of the forward pass; recomputing does not count
+BACKWARD_PER_FORWARD = 2
+
 
 class Meter:
-    """Tokens per second of training alone: validation, samples and saving do not count.
+    """Where the time goes: `with part(name)` around each of PARTS, then `end_update`.
 
-    `seconds_before` and `tokens_before` come from the checkpoint a run resumes.
+    Tokens per second and milliseconds are of training alone: validation, samples and saving do not
+    count. On a GPU `data` is what reading batches takes this process, which the GPU may spend on
+    the pass before. `before` is the `state` a resumed run goes on from, with `tokens_before`.
     """
 
-    def __init__(self, *, tokens_before: int = 0, seconds_before: float = 0.0) -> None:
-        self.tokens, self.seconds = tokens_before, seconds_before
-        self._started = 0.0
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        tokens_before: int = 0,
+        before: dict[str, float] | None = None,
+    ) -> None:
+        self.tokens = tokens_before
+        self._device = device
+        self._seconds = dict.fromkeys(PARTS, 0.0) | (before or {})
+        # since the end of the update before
+        self._lately = dict.fromkeys(PARTS, 0.0)
 
-    def start_update(self) -> None:
-        """Call before the first batch of an update is read."""
-        self._started = time.perf_counter()
+    @contextmanager
+    def part(self, name: str, wait: bool = False) -> Iterator[None]:
+        """Count the time inside as part `name`; `wait`: with all that the GPU was given to do."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            if wait and self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            seconds = time.perf_counter() - start
+            self._lately[name] += seconds
+            self._seconds[name] += seconds
 
-    def end_update(self, tokens: int) -> tuple[float, float]:
-        """Call after the weights have changed; return (tokens per second, milliseconds)."""
-        seconds = time.perf_counter() - self._started
+    def end_update(self, tokens: int) -> dict[str, float]:
+        """Call after the weights have changed; return the speed and parts of the update.
+
+        `milliseconds` is the update, `data_milliseconds` and so on are its parts; validation and
+        saving are those since the update before.
+        """
         self.tokens += tokens
-        self.seconds += seconds
-        return tokens / seconds, 1000 * seconds
+        seconds = sum(self._lately[name] for name in UPDATE_PARTS)
+        told = {"tokens_per_second": tokens / seconds, "milliseconds": 1000 * seconds}
+        told |= {f"{name}_milliseconds": 1000 * self._lately[name] for name in PARTS}
+        self._lately = dict.fromkeys(PARTS, 0.0)
+        return told
+
+    @property
+    def state(self) -> dict[str, float]:
+        """Seconds so far, by part; those of a checkpoint's resumed run are among them."""
+        return dict(self._seconds)
+
+    @property
+    def training_seconds(self) -> float:
+        """Seconds of all updates so far."""
+        return sum(self._seconds[name] for name in UPDATE_PARTS)
 
     @property
     def tokens_per_second(self) -> float:
         """Mean over all updates so far; 0 before the first."""
-        return self.tokens / self.seconds if self.seconds else 0.0
+        seconds = self.training_seconds
+        return self.tokens / seconds if seconds else 0.0
+
+
+def model_flops_utilisation(
+    tokens_per_second: float, *, forward_flops: int, device: Device, devices: int
+) -> float | None:
+    """Return the share of the devices' peak that the model's own FLOPs take; None if unknown.
+
+    `forward_flops` is per token. A backward pass counts twice that, whatever it recomputes.
+    """
+    if device.peak_flops is None:
+        return None
+    flops = (1 + BACKWARD_PER_FORWARD) * forward_flops
+    return tokens_per_second * flops / (devices * device.peak_flops)
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -9,12 +9,17 @@ from rich.table import Table
 
 from slayformer.config import TrainConfig
 from slayformer.model.gpt2 import GPT2
-from slayformer.training.budget import Plan, memory_per_device_bytes
+from slayformer.training.budget import Plan
+from slayformer.training.devices import found_device, known_devices, named_device
+from slayformer.training.memory import Memory, estimate_memory
+from slayformer.training.meters import BACKWARD_PER_FORWARD
 from slayformer.training.schedule import learning_rate
 
+_FP32_REST = "matrix products; weights, gradients, their sums and AdamW in fp32"
 _PRECISIONS = {
     "fp32": "fp32",
-    "bf16": "bf16 matrix products; weights, gradients, their sums and AdamW in fp32",
+    "bf16": f"bf16 {_FP32_REST}",
+    "fp16": f"fp16 {_FP32_REST}; dynamic loss scaling",
 }
 
 
@@ -36,16 +41,9 @@ def print_plan(
         model = GPT2(
             config.model, config.attention, vocabulary_size=vocabulary_size, seed=config.seed
         )
-    parameters, flops_per_token = own_parameters(model), model.flops_per_token(plan.context_length)
-    batch, stage = plan.segments[-1], config.engine.zero_stage
+    parameters, forward = own_parameters(model), model.flops_per_token(plan.context_length)
+    batch = plan.segments[-1]
     last = len(plan.samples_of(plan.updates - 1))
-    memory = memory_per_device_bytes(parameters, stage, plan.world_size)
-    final = learning_rate(
-        plan.updates - 1,
-        plan.updates,
-        peak=config.optimizer.learning_rate,
-        schedule=config.schedule,
-    )
     table = Table("", "", show_header=False, box=SIMPLE)
     table.add_row(
         "parameters",
@@ -66,19 +64,21 @@ def print_plan(
         )
     if last != batch.samples_per_update:
         table.add_row("last update", f"{last:,} samples ({last * plan.context_length:,} tokens)")
-    table.add_row(
-        "learning rate",
-        f"peak {config.optimizer.learning_rate:.2e} after {config.schedule.warmup_updates:,} "
-        f"updates of warm-up, then {config.schedule.decay}, {final:.2e} in the last update",
-    )
-    table.add_row("forward pass", f"{flops_per_token:,} FLOPs per token")
+    table.add_row("learning rate", _schedule(plan, config))
+    backward = BACKWARD_PER_FORWARD * forward
+    table.add_row("compute", f"{forward:,} FLOPs per token forward, {backward:,} backward")
     table.add_row("precision", _PRECISIONS[config.engine.precision])
-    table.add_row("devices", f"{plan.world_size:,}, ZeRO stage {stage}{note}")
-    table.add_row(
-        "memory",
-        f"about {memory / 2**20:,.0f} MiB per device for weights, gradients and AdamW, "
-        f"without activations",
+    table.add_row("devices", f"{plan.world_size:,}, ZeRO stage {config.engine.zero_stage}{note}")
+    memory = estimate_memory(
+        config,
+        parameters=parameters,
+        vocabulary_size=vocabulary_size,
+        world_size=plan.world_size,
+        on_cpu=config.engine.planned_device is None and not torch.cuda.is_available(),
     )
+    for label, told in _memory(memory).items():
+        table.add_row(label, told)
+    table.add_row("time", _time(plan, config, forward + backward))
     console.print(table, highlight=False)
 
 
@@ -88,3 +88,58 @@ def _budget_origin(config: TrainConfig) -> str:
         return ""
     counted = budget.parameters.replace("_", "-")
     return f" ({budget.tokens_per_parameter:g} per {counted} parameter)"
+
+
+def _schedule(plan: Plan, config: TrainConfig) -> str:
+    schedule, peak = config.schedule, config.optimizer.learning_rate
+    final = learning_rate(
+        plan.updates - 1, plan.updates, peak=peak, schedule=schedule, tokens_at=plan.tokens_at
+    )
+    if schedule.warmup_tokens is None:
+        warmup = f"{schedule.warmup_updates:,} updates"
+    else:
+        warmup = f"{schedule.warmup_tokens:,} tokens"
+    decay = schedule.decay
+    if decay == "wsd":
+        decay = f"constant, then linear over the last {100 * schedule.decay_share:g} %"
+    return (
+        f"peak {peak:.2e} after {warmup} of warm-up, then {decay}, {final:.2e} in the last update, "
+        f"by {schedule.unit}"
+    )
+
+
+def _memory(memory: Memory) -> dict[str, str]:
+    """Return rows of the table by their labels."""
+
+    def mib(size: int) -> str:
+        return f"{size / 2**20:,.0f} MiB"
+
+    rows = {
+        "memory": f"about {mib(memory.total)} per device: weights {mib(memory.weights)}, gradients "
+        f"{mib(memory.gradients)}, AdamW {mib(memory.optimizer)}, activations "
+        f"{mib(memory.activations)}"
+    }
+    if memory.host:
+        rows["host memory"] = f"about {mib(memory.host)} per device: AdamW"
+    return rows
+
+
+def _time(plan: Plan, config: TrainConfig, flops_per_token: int) -> str:
+    """Return how long the updates take, without data, validation and saving."""
+    engine = config.engine
+    device = found_device(engine.precision)
+    if engine.planned_device is not None:
+        device = named_device(engine.planned_device, engine.precision)
+    flops = plan.samples * plan.context_length * flops_per_token
+    if device.peak_flops is None:
+        return (
+            f"{flops:.3g} FLOPs; no estimate of hours: the peak of {device.name} is not known; set "
+            f"engine.planned_device to one of {known_devices()}"
+        )
+    peak = plan.world_size * device.peak_flops
+    hours = flops / (peak * engine.planned_utilisation) / 3600
+    return (
+        f"about {hours:,.2f} hours on {plan.world_size} x {device.name} for {flops:.3g} FLOPs, "
+        f"assuming {100 * engine.planned_utilisation:g} % of {device.peak_flops / 1e12:g} TFLOP/s "
+        f"each (engine.planned_utilisation)"
+    )

@@ -36,6 +36,14 @@ def test_windows_and_targets():
     assert batch.position_ids_BT is None
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_masking_targets_leaves_the_ids(rows):
+    batch = loader(None).batch(range(rows))
+    before = batch.ids_BT.clone()
+    batch.targets_BT[:] = -100
+    assert torch.equal(batch.ids_BT, before)
+
+
 @pytest.mark.parametrize(("tokens", "windows"), [(8, 1), (14, 1), (15, 2)])
 def test_last_window_needs_its_last_target(tokens, windows):
     stream = TokenStream([np.arange(tokens)])

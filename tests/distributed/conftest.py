@@ -17,6 +17,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.nn import functional as F
+
+from slayformer.cli import compose
+from slayformer.config_loading import load_config
+from slayformer.data.loader import WindowLoader
+from slayformer.data.prepare import prepare
+from slayformer.model.gpt2 import GPT2
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH_SECONDS = 240
@@ -67,6 +74,55 @@ def read_metrics(directory: Path, key: str) -> list[float]:
 def metrics() -> Callable[[Path, str], list[float]]:
     """Return `read_metrics`."""
     return read_metrics
+
+
+@pytest.fixture(scope="session")
+def plain_training(tiny: list[str]) -> Callable[..., Any]:
+    """Return `train(sizes, rates, clipping=1.0, z_loss=0.0, skipped=0)`: PyTorch alone.
+
+    It takes an update of each size at each learning rate, changes nothing in the first `skipped`,
+    and returns losses, gradient norms and weights. Only model, tokens and their order are shared
+    with the code under test.
+    """
+
+    def train(
+        sizes: list[int],
+        rates: list[float],
+        *,
+        clipping: float = 1.0,
+        z_loss: float = 0.0,
+        skipped: int = 0,
+    ) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+        config = load_config(compose("train", tiny))
+        data = prepare(config.data, config.tokenizer)
+        end_of_text = data.tokenizer.end_of_text
+        loader = WindowLoader(data.train, context_length=16, seed=0, end_of_text=end_of_text)
+        model = GPT2(config.model, config.attention, vocabulary_size=257, seed=0)
+        matrices = [p for p in model.parameters() if p.ndim > 1]
+        vectors = [p for p in model.parameters() if p.ndim == 1]
+        optimizer = torch.optim.AdamW(
+            [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
+            betas=(0.9, 0.95),
+            eps=1e-8,
+            foreach=False,
+        )
+        losses, norms, seen = [], [], 0
+        for update, (size, rate) in enumerate(zip(sizes, rates, strict=True)):
+            batch = loader.batch(range(seen, seen + size))
+            seen += size
+            logits = model.logits(model(batch.ids_BT)[0]).flatten(0, 1)
+            nats = F.cross_entropy(logits, batch.targets_BT.flatten())
+            optimizer.zero_grad()
+            (nats + z_loss * logits.logsumexp(-1).square().mean()).backward()
+            norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), clipping)))
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            if update >= skipped:
+                optimizer.step()
+            losses.append(nats.item())
+        return losses, norms, model.state_dict()
+
+    return train
 
 
 @dataclass(frozen=True)
@@ -136,6 +192,12 @@ def start(run_command: Any, world_size: int, folder: Path, runs: dict[str, list[
     )
     assert finished.code == 0, finished.stdout[-2000:] + finished.stderr[-4000:]
     return Launch(world_size, folder, runs)
+
+
+@pytest.fixture(scope="session")
+def start_launch(run_command: Any) -> Callable[..., Launch]:
+    """Return `start_launch(world_size, folder, runs)`: see `start`."""
+    return functools.partial(start, run_command)
 
 
 @pytest.fixture(scope="session")

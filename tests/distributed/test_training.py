@@ -26,55 +26,20 @@ RAMP_SIZES = [2] * 4 + [4] * 3 + [6] * 3 + [8] * 9 + [3]
 # (ZeRO stage, passes per update)
 RESUMED = [(0, 1), (0, 4), (1, 4), (2, 1), (2, 4), (3, 4)]
 
+# 3 updates of warm-up to 3e-3, then linearly to 0 in the last of 20
+RATES = [3e-3 * ((u + 1) / 3 if u < 3 else (19 - u) / 17) for u in range(20)]
 
 Curve = tuple[list[float], list[float], dict[str, torch.Tensor]]
 
 
-def plain_loop(tiny: list[str], *, clipping: float) -> Curve:
-    """Return losses, gradient norms and weights of the ramp in PyTorch alone, without our parts.
-
-    Only model, tokens and their order are shared with the code under test.
-    """
-    config = load_config(compose("train", tiny))
-    data = prepare(config.data, config.tokenizer)
-    loader = WindowLoader(
-        data.train, context_length=16, seed=0, end_of_text=data.tokenizer.end_of_text
-    )
-    model = GPT2(config.model, config.attention, vocabulary_size=257, seed=0)
-    matrices = [p for p in model.parameters() if p.ndim > 1]
-    vectors = [p for p in model.parameters() if p.ndim == 1]
-    optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
-        betas=(0.9, 0.95),
-        eps=1e-8,
-        foreach=False,
-    )
-    losses, norms, seen = [], [], 0
-    for update, size in enumerate(RAMP_SIZES):
-        batch = loader.batch(range(seen, seen + size))
-        seen += size
-        logits = model.logits(model(batch.ids_BT)[0])
-        loss = F.cross_entropy(logits.flatten(0, 1), batch.targets_BT.flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), clipping)))
-        # 3 updates of warm-up to 3e-3, then linearly to 0 in the last of 20
-        rate = 3e-3 * ((update + 1) / 3 if update < 3 else (19 - update) / 17)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, norms, model.state_dict()
+@pytest.fixture(scope="module")
+def clipped(plain_training: Any) -> Curve:
+    return plain_training(RAMP_SIZES, RATES)
 
 
 @pytest.fixture(scope="module")
-def clipped(tiny: list[str]) -> Curve:
-    return plain_loop(tiny, clipping=1.0)
-
-
-@pytest.fixture(scope="module")
-def unclipped(tiny: list[str]) -> Curve:
-    return plain_loop(tiny, clipping=float("inf"))
+def unclipped(plain_training: Any) -> Curve:
+    return plain_training(RAMP_SIZES, RATES, clipping=float("inf"))
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -17,10 +18,18 @@ import torch
 from slayformer.cli import compose
 from slayformer.config_loading import load_config
 from slayformer.errors import ConfigError
-from slayformer.training import distributed, engine, loop
+from slayformer.training import distributed, engine, loop, loss_scale
 
 # every weight of these tiny models is sharded, as a large one's would be
 engine.STAGE3_WHOLE_BELOW = 0
+# nobody would want fp16 or an offloaded optimizer on a CPU, but they compute there what a GPU does
+loop.check_engine = engine.check_engine = lambda engine, device: None
+# so high that gradients overflow
+loss_scale.FIRST_SCALE = 2.0**24
+
+# these runs say themselves whether they want it
+os.environ.pop("WANDB_MODE", None)
+os.environ["WANDB_SILENT"] = "true"
 
 cases: dict[str, list[str]] = json.loads(Path(sys.argv[1]).read_text())
 folder = Path(sys.argv[2])

@@ -24,11 +24,7 @@ from slayformer.config import (
     ValidationConfig,
 )
 from slayformer.errors import ConfigError
-from slayformer.training.budget import (
-    make_plan,
-    memory_per_device_bytes,
-    parameter_counts,
-)
+from slayformer.training.budget import make_plan, parameter_counts
 
 GPT2_SMALL = ModelConfig(layers=12, heads=12, width=768, context_length=1024)
 
@@ -118,6 +114,31 @@ def test_ramp_follows_its_formula_at_every_update() -> None:
         assert plan.samples == seen
 
 
+def test_ramp_over_samples_follows_its_formula_at_every_update() -> None:
+    model = replace(GPT2_SMALL, context_length=16)
+    for samples, start, increment, full in (
+        (60, 2, 2, 8),
+        (1, 1, 1, 13),
+        (100, 2, 2, 16),
+        (7, 4, 4, 8),
+    ):
+        ramp = RampConfig(start, increment, samples=samples)
+        batch = BatchConfig(2, samples_per_update=full, ramp=ramp)
+        plan = make_plan(config(batch, BudgetConfig(updates=40), model), 257, 1)
+        steps, seen = (full - start) // increment, 0
+        for update in range(40):
+            assert plan.samples_at(update) == seen
+            expected = start + increment * min(steps, seen * steps // samples)
+            assert len(plan.samples_of(update)) == expected
+            seen += expected
+    # 2 → 8 over 60 samples: 10 updates of 2 see 20 samples, 5 of 4 see 40, 4 of 6 see 64
+    ramp = RampConfig(2, 2, samples=60)
+    batch = BatchConfig(2, samples_per_update=8, ramp=ramp)
+    plan = make_plan(config(batch, BudgetConfig(samples=100), model), 257, 1)
+    assert [segment.updates for segment in plan.segments] == [10, 5, 4, 5]
+    assert [segment.accumulation for segment in plan.segments] == [1, 2, 3, 4]
+
+
 def test_run_that_ends_within_the_ramp() -> None:
     batch = BatchConfig(2, samples_per_update=8, ramp=RampConfig(2, 2, 30))
     plan = make_plan(config(batch, BudgetConfig(samples=31)), 50257, 1)
@@ -173,13 +194,6 @@ def test_batch_that_devices_cannot_share(batch: BatchConfig, field: str, nearest
         make_plan(config(batch, BudgetConfig(updates=3)), 50257, 3)
     assert caught.value.field == field
     assert nearest in str(caught.value)
-
-
-def test_memory_estimate_by_stage() -> None:
-    # bytes a parameter: weights 4, gradients 4, two moments 8, from stage 1 on a flat copy 4
-    expected = {0: 16_000, 1: 8_000 + 3_000, 2: 4_000 + 4_000, 3: 5_000}
-    for stage, size in expected.items():
-        assert memory_per_device_bytes(1000, stage, 4) == size
 
 
 def test_plan_is_json() -> None:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from slayformer.errors import ConfigError
+from slayformer.training import trackers
 from slayformer.training.budget import make_plan
 from slayformer.training.logging import RunLog, read_metrics
+from slayformer.training.trackers import check_trackers
 
 
 def record(update: int) -> dict[str, Any]:
@@ -95,8 +99,6 @@ def test_plain_lines_without_a_terminal(train_config: Any, tmp_path: Path) -> No
 def test_a_broken_wandb_is_a_warning(
     train_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import sys
-
     (tmp_path / "wandb.py").write_text("raise OSError('cannot write to the cache')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
@@ -106,6 +108,61 @@ def test_a_broken_wandb_is_a_warning(
     printed = console.file.getvalue()  # type: ignore[attr-defined]
     assert printed.count("warning: wandb failed (cannot write to the cache)") == 1
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_wandb_that_cannot_write_lets_training_go_on(
+    train_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WANDB_MODE")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    # no folder can be made beneath a file, whoever asks
+    (tmp_path / "wandb").write_text("")
+    console = Console(file=io.StringIO(), width=200)
+    with open_log(tmp_path, train_config("logging.wandb=offline"), console=console) as log:
+        log.train(record(1), mean_tokens_per_second=1.0)
+    printed = console.file.getvalue()  # type: ignore[attr-defined]
+    assert printed.count("warning: wandb failed") == 1
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
+
+
+def test_tensorboard_has_every_number_once_over_a_resume(train_config: Any, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config, path = train_config("logging.tensorboard=true"), tmp_path / "metrics.jsonl"
+    with open_log(tmp_path, config) as log:
+        for update in (1, 2, 3):
+            log.train(record(update), mean_tokens_per_second=1000.0)
+    earlier = read_metrics(path, up_to_update=2, last_update=4)
+    with open_log(tmp_path, config, earlier=earlier) as log:
+        for update in (3, 4):
+            log.train({**record(update), "loss": 1.0}, mean_tokens_per_second=1000.0)
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    told = {event.step: event.value for event in events.Scalars("train/loss")}
+    assert told == pytest.approx({1: 4.9, 2: 4.8, 3: 1.0, 4: 1.0})
+    assert {f"train/{key}" for key in record(1)} - {"train/update"} <= set(events.Tags()["scalars"])
+
+
+def test_tensorboard_that_fails_is_a_warning(
+    train_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    console = Console(file=io.StringIO(), width=200)
+    with open_log(tmp_path, train_config("logging.tensorboard=true"), console=console) as log:
+        log.train(record(1), mean_tokens_per_second=1.0)
+    assert console.file.getvalue().count("warning: tensorboard failed") == 1  # type: ignore[attr-defined]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
+
+
+def test_tensorboard_without_its_package_is_one_clear_error(
+    train_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
+    check_trackers(train_config().logging)
+    told = r"^logging.tensorboard=true: the package is missing: pip install tensorboard$"
+    with pytest.raises(ConfigError, match=told):
+        check_trackers(train_config("logging.tensorboard=true").logging)
 
 
 @pytest.mark.slow

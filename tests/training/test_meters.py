@@ -1,4 +1,4 @@
-"""Speed counts training alone; memory is in bytes."""
+"""Speed counts training alone; every part is told; memory is in bytes."""
 
 from __future__ import annotations
 
@@ -6,22 +6,59 @@ import pytest
 import torch
 
 from slayformer.training import meters
-from slayformer.training.meters import Meter, peak_memory_bytes
+from slayformer.training.devices import Device
+from slayformer.training.meters import Meter, model_flops_utilisation, peak_memory_bytes
+
+CPU = torch.device("cpu")
 
 
-def test_speed_leaves_out_what_lies_between_updates(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([10.0, 12.0, 100.0, 104.0])
-    monkeypatch.setattr(meters.time, "perf_counter", lambda: next(clock))
-    meter = Meter(tokens_before=1000, seconds_before=4.0)
-    meter.start_update()
-    assert meter.end_update(200) == (100.0, 2000.0)
-    meter.start_update()
-    assert meter.end_update(200) == (50.0, 4000.0)
+def test_an_update_is_split_and_speed_is_of_training_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(meters.time, "perf_counter", lambda: now)
+
+    def take(meter: Meter, part: str, seconds: float) -> None:
+        nonlocal now
+        with meter.part(part):
+            now += seconds
+
+    before = {"data": 1.0, "forward_backward": 2.0, "optimizer": 1.0, "validation": 0.0}
+    meter = Meter(CPU, tokens_before=1000, before={**before, "saving": 5.0})
+    # two passes
+    for part, seconds in (("data", 0.25), ("forward_backward", 0.5)) * 2:
+        take(meter, part, seconds)
+    take(meter, "optimizer", 0.5)
+    assert meter.end_update(200) == {
+        "tokens_per_second": 100.0,
+        "milliseconds": 2000.0,
+        "data_milliseconds": 500.0,
+        "forward_backward_milliseconds": 1000.0,
+        "optimizer_milliseconds": 500.0,
+        "validation_milliseconds": 0.0,
+        "saving_milliseconds": 0.0,
+    }
+    take(meter, "validation", 3.0)
+    take(meter, "saving", 1.0)
+    # what belongs to no part, a sample for instance, does not count
+    now += 50
+    take(meter, "forward_backward", 4.0)
+    told = meter.end_update(200)
+    assert (told["tokens_per_second"], told["milliseconds"]) == (50.0, 4000.0)
+    assert (told["validation_milliseconds"], told["saving_milliseconds"]) == (3000.0, 1000.0)
     assert meter.tokens_per_second == 1400 / 10
-    assert Meter().tokens_per_second == 0
+    assert meter.state["saving"] == 6.0
+    assert Meter(CPU).tokens_per_second == 0
+
+
+def test_utilisation_counts_the_backward_pass_twice() -> None:
+    h100 = Device("H100", 1e15)
+    # 3 x 10^9 FLOPs a token at 10^6 tokens/s, on 4 devices of 10^15
+    used = model_flops_utilisation(1e6, forward_flops=10**9, device=h100, devices=4)
+    assert used == pytest.approx(0.75)
+    unknown = Device("CPU", None)
+    assert model_flops_utilisation(1e6, forward_flops=1, device=unknown, devices=1) is None
 
 
 def test_peak_memory_of_the_process_is_in_bytes() -> None:
     held = torch.ones(2**26)
     # 256 MiB of it are `held`; no test process has a TiB
-    assert held.numel() * 4 < peak_memory_bytes(torch.device("cpu")) < 2**40
+    assert held.numel() * 4 < peak_memory_bytes(CPU) < 2**40

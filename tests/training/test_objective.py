@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from slayformer.model.gpt2 import GPT2
 from slayformer.training import objective
-from slayformer.training.objective import IGNORE_INDEX, token_cross_entropy
+from slayformer.training.objective import (
+    IGNORE_INDEX,
+    LanguageModelObjective,
+    token_cross_entropy,
+    token_losses,
+)
 
 # tokens, width, vocabulary, padded rows
 SHAPES = [(1, 1, 2, 2), (7, 5, 11, 16), (33, 17, 1001, 1024), (65, 3, 513, 513)]
@@ -60,6 +67,47 @@ def test_loss_and_gradients_equal_torch(
     # padded rows have no part in it
     assert torch.count_nonzero(gradients[1][vocabulary:]) == 0
     assert torch.count_nonzero(nats[targets == IGNORE_INDEX]) == 0
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_z_loss_and_gradients_equal_the_plain_form(
+    path: str, shape: tuple[int, int, int, int], dtype: torch.dtype, tolerance: float
+) -> None:
+    hidden, weight, targets, upstream = draw(shape, dtype)
+    vocabulary = shape[2]
+    exact = [t.double().requires_grad_() for t in (hidden, weight)]
+    logits = exact[0] @ exact[1][:vocabulary].t()
+    real = targets != IGNORE_INDEX
+    z = torch.where(real, 0.3 * torch.log(torch.exp(logits).sum(1)) ** 2, 0.0)
+    nats = F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="none")
+    expected_gradients = torch.autograd.grad(nats + z, exact, upstream.double())
+
+    own = [t.clone().requires_grad_() for t in (hidden, weight)]
+    losses, own_z = token_losses(own[0], own[1], targets, vocabulary, 0.3)
+    gradients = torch.autograd.grad(losses, own, upstream)
+    assert not own_z.requires_grad
+    found = (losses, own_z, *gradients)
+    for value, wanted in zip(found, (nats + z, z, *expected_gradients), strict=True):
+        scale = max(1.0, float(wanted.detach().abs().max()))
+        torch.testing.assert_close(value.double(), wanted, rtol=0, atol=tolerance * scale)
+    assert torch.count_nonzero(losses[~real]) == torch.count_nonzero(own_z[~real]) == 0
+
+
+def test_z_loss_counts_in_training_alone(train_config: Any) -> None:
+    config = train_config()
+    model = GPT2(config.model, config.attention, vocabulary_size=257, seed=0)
+    ids = torch.arange(32).view(2, 16)
+    with_z, without = (LanguageModelObjective(model, "fp32", z) for z in (0.5, 0.0))
+    added = with_z(ids, ids) - without(ids, ids)
+    squares = model.logits(model(ids)[0]).logsumexp(-1) ** 2
+    torch.testing.assert_close(added, 0.5 * squares, rtol=1e-4, atol=1e-5)
+    assert with_z.z_nats is not None
+    assert float(with_z.z_nats) == pytest.approx(0.5 * squares.sum().item(), rel=1e-5)
+    assert without.z_nats is None
+    with_z.eval()
+    assert torch.equal(with_z(ids, ids), without(ids, ids))
+    assert with_z.z_nats is None
 
 
 def test_padded_rows_have_no_probability(path: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
 from rich.console import Console
@@ -34,13 +35,46 @@ def test_the_paper_run_on_eight_devices() -> None:
         "updates 168 to 334 128 samples (131,072 tokens)",
         "updates 501 to 9,745 256 samples (262,144 tokens)",
         "last update 65 samples (66,560 tokens)",
-        "peak 1.00e-04 after 500 updates of warm-up, then linear, 0.00e+00 in the last update",
+        "peak 1.00e-04 after 500 updates of warm-up, then linear, 0.00e+00 in the last update, "
+        "by updates",
+        # 2 x (12 layers x 12 x 768² + 50,257 x 768), and in 12 layers and 12 heads 512.5 visible
+        # keys of 128 + 2 FLOPs for the score and 128 for the value
+        "266,104,464 FLOPs per token forward, 532,208,928 backward",
         "bf16 matrix products",
         "8, ZeRO stage 2",
-        # 124,439,808 x (4 + 16 / 8) bytes
-        "about 712 MiB per device",
+        # weights 4 bytes each and a bf16 copy, gradients 4 / 8 and a bucket of 4, AdamW 12 / 8
+        "weights 712 MiB, gradients 534 MiB, AdamW 178 MiB, activations 3,904 MiB",
+        "FLOPs; no estimate of hours: the peak of CPU is not known",
     ):
         assert expected in text
+
+
+def test_hours_on_a_named_device() -> None:
+    paper = ["+experiment=gpt2_small_chinchilla", "attention=softmax"]
+    text = printed(*paper, "engine.planned_device=H100", world_size=8)
+    # 2,488,796,160 x 798,313,392 FLOPs at 8 x 989 TFLOP/s x 0.4 take 628 s
+    assert "about 0.17 hours on 8 x H100 for 1.99e+18 FLOPs, assuming 40 % of 989 TFLOP/s" in text
+    slower = ["engine.planned_device=A100", "engine.planned_utilisation=0.2"]
+    # 1.98684e18 FLOPs at 8 x 19.5 TFLOP/s x 0.2 take 63,681 s
+    text = printed(*paper, *slower, "engine.precision=fp32", world_size=8)
+    assert "about 17.69 hours on 8 x A100" in text
+    text = printed(*paper, "engine.planned_device=V100", world_size=8)
+    assert "no estimate of hours: the peak of V100 is not known" in text
+
+
+def test_wsd_by_tokens_and_offloading_are_told() -> None:
+    schedule = ["schedule=wsd", "schedule.unit=tokens", "schedule.warmup_tokens=4096"]
+    text = printed(
+        *schedule,
+        *("schedule.warmup_updates=null", "engine=zero1", "engine.offload_optimizer=true"),
+        world_size=1,
+    )
+    assert (
+        "after 4,096 tokens of warm-up, then constant, then linear over the last 20 %, 0.00e+00 in "
+        "the last update, by tokens"
+    ) in text
+    assert "AdamW 0 MiB" in text
+    assert re.search(r"host memory about \d+ MiB per device: AdamW", text)
 
 
 @pytest.mark.parametrize("attention", ["softmax", "linear_elu"])

@@ -1,0 +1,83 @@
+"""Settings that cannot work together are refused with the reason, and old ones are still read."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+from omegaconf import OmegaConf
+
+from slayformer.cli import compose
+from slayformer.config import RecallConfig
+from slayformer.config_loading import load_config, to_plain
+from slayformer.errors import ConfigError
+
+RAMP = "start_samples: 8, increment_samples: 8"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["batch.ramp={" + RAMP + "}"],
+            r"batch.ramp=nothing: set exactly one: use batch.ramp.updates=NUMBER, or",
+        ),
+        (
+            ["batch.ramp={" + RAMP + ", updates: 9, samples: 99}"],
+            r"batch.ramp=updates and samples: .* batch.ramp.updates=null batch.ramp.samples=99",
+        ),
+        (
+            ["engine.offload_optimizer=true"],
+            r"engine.offload_optimizer=true: .* from engine.zero_stage=1 on",
+        ),
+        (
+            ["engine.deepspeed={bf16: {enabled: true}}"],
+            r"engine.deepspeed.bf16=.*without ZeRO .* wrong; engine.precision=bf16 keeps them",
+        ),
+        (
+            ["engine.deepspeed={zero_optimization: {stage: 3}}"],
+            r"engine.deepspeed.zero_optimization.stage=3: use engine.zero_stage",
+        ),
+        (
+            ["engine.deepspeed={gradient_accumulation_steps: 4}"],
+            r"gradient_accumulation_steps=4: it follows from the group batch",
+        ),
+        (["engine.deepspeed=3"], r"engine.deepspeed"),
+        (["schedule=wsd", "schedule.decay_share=0"], r"decay_share=0.0: must be above 0"),
+        (["optimizer.z_loss=-1"], r"optimizer.z_loss=-1.0: must be 0 or greater"),
+    ],
+)
+def test_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(compose("train", overrides))
+
+
+def test_recall_refuses_what_it_does_not_do() -> None:
+    with pytest.raises(ConfigError, match=r"optimizer.z_loss=0.1: recall trains on the plain"):
+        load_config(compose("recall", ["optimizer.z_loss=0.1"]), RecallConfig)
+
+
+def test_settings_of_deepspeed_come_back_as_they_were_given() -> None:
+    given = "{zero_optimization: {overlap_comm: true}, wall_clock_breakdown: true}"
+    config = load_config(compose("train", [f"engine.deepspeed={given}"]))
+    again = load_config(OmegaConf.create(to_plain(config)))
+    assert again.engine.deepspeed == {
+        "zero_optimization": {"overlap_comm": True},
+        "wall_clock_breakdown": True,
+    }
+
+
+def test_a_configuration_of_before_these_options_is_read() -> None:
+    plain = to_plain(load_config(compose("train", ["batch.ramp={" + RAMP + ", updates: 9}"])))
+    later = {
+        "schedule": ["unit", "warmup_tokens", "decay_share"],
+        "optimizer": ["decay_embeddings", "decay_vectors", "z_loss"],
+        "engine": ["offload_optimizer", "deepspeed", "planned_device", "planned_utilisation"],
+        "logging": ["tensorboard"],
+    }
+    old = copy.deepcopy(plain)
+    for group, keys in later.items():
+        for key in keys:
+            del old[group][key]
+    del old["batch"]["ramp"]["samples"]
+    assert to_plain(load_config(OmegaConf.create(old))) == plain
