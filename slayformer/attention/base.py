@@ -25,6 +25,8 @@ class Attention(nn.Module):
 
     # whether no weight can be negative
     positive: bool = True
+    # what `attention.backend` can be
+    backends: tuple[str, ...] = ("auto", "torch")
     # a comparison's control rather than a mechanism of its own
     control: bool = False
 
