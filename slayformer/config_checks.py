@@ -161,3 +161,18 @@ def _validate_recall(config: RecallConfig) -> None:
     if config.optimizer.z_loss:
         hint = "recall trains on the plain cross entropy; use 0"
         raise ConfigError("optimizer.z_loss", config.optimizer.z_loss, hint)
+    if not config.pairs or min(config.pairs) < 1:
+        raise ConfigError("pairs", config.pairs, "name at least one number, each above 0")
+    most = max(config.pairs)
+    if most > config.keys:
+        raise ConfigError("pairs", most, f"keys of a sequence differ: at most keys={config.keys}")
+    if 4 * most > config.model.context_length:
+        hint = f"{most} pairs told and asked take {4 * most} tokens: set model.context_length so"
+        raise ConfigError("pairs", most, hint)
+    if config.tokens_per_update < 4 * most:
+        hint = f"a sequence of {most} pairs alone takes {4 * most} tokens"
+        raise ConfigError("tokens_per_update", config.tokens_per_update, hint)
+    warmup = config.schedule.warmup_updates
+    if warmup is not None and warmup > config.updates:
+        hint = f"longer than the run of {config.updates} updates; use at most {config.updates}"
+        raise ConfigError("schedule.warmup_updates", warmup, hint)

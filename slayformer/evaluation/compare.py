@@ -23,7 +23,6 @@ from slayformer.data.prepare import prepare
 from slayformer.data.shards import write_atomically
 from slayformer.data.tokenizer import vocabulary_size
 from slayformer.errors import ConfigError, UserError
-from slayformer.evaluation import recall
 from slayformer.evaluation.cells import RECALL, Cell, train_cells
 from slayformer.evaluation.report import print_report, write_report
 from slayformer.evaluation.runs import read_recall, read_run
@@ -124,7 +123,7 @@ def _plan_training(directory: Path, mechanism: str, seed: int, overrides: list[s
     given += [f"run_directory={quoted(str(folder))}", "resume=auto"]
     train_config = load_config(compose("train", given))
     plan = make_plan(train_config, vocabulary_size(train_config.tokenizer), world_size=1)
-    check_schedule(train_config.schedule, plan.updates)
+    check_schedule(train_config.schedule, plan.updates, plan.tokens_at)
     return Cell(folder, mechanism, seed, given, train_config, plan.updates)
 
 
@@ -133,7 +132,6 @@ def _plan_recall(directory: Path, mechanism: str, seed: int, overrides: list[str
     given = [*overrides, f"attention={mechanism}", f"seed={seed}"]
     given += [f"run_directory={quoted(str(folder))}"]
     config = load_config(compose("recall", given), RecallConfig)
-    recall.check(config)
     return Cell(folder, mechanism, seed, given, config, config.updates, script=RECALL)
 
 

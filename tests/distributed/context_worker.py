@@ -59,6 +59,11 @@ def documents(total: int, kind: str) -> torch.Tensor | None:
     return starts.cumsum(1)
 
 
+def gradient(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of the gradient, zero where there is none."""
+    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad.clone()
+
+
 def compare(name: str, changes: dict[str, Any], total: int, kind: str) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     sizes = {"num_heads": HEADS, "head_dim": WIDTH, "max_sequence_length": 8192, "seed": 5}
@@ -81,10 +86,10 @@ def compare(name: str, changes: dict[str, Any], total: int, kind: str) -> None:
     loss.backward()
 
     own = cut(total, rank, world)
-    pieces = [x[:, :, own].clone().requires_grad_() for x in (q, k, v)]
+    own_q, own_k, own_v = (x[:, :, own].clone().requires_grad_() for x in (q, k, v))
     own_ids = None if ids is None else ids[:, own]
     stretch = make_stretch(dist.group.WORLD, BATCH, own.stop - own.start, own_ids, "cpu")
-    piece = attend(parts, *pieces, stretch)
+    piece = attend(parts, own_q, own_k, own_v, stretch)
     own_loss = (piece * weight[:, :, own]).square().sum()
     own_loss.backward()
     label = f"{name} {changes} T={total} documents={kind} rank {rank}"
@@ -97,14 +102,14 @@ def compare(name: str, changes: dict[str, Any], total: int, kind: str) -> None:
     total_loss = own_loss.detach().clone()
     dist.all_reduce(total_loss)
     close(total_loss, loss.detach(), f"{label}: loss")
-    for part, full, letter in zip(pieces, inputs, "qkv", strict=True):
-        close(part.grad, full.grad[:, :, own], f"{label}: d{letter}")
+    for part, full, letter in zip((own_q, own_k, own_v), inputs, "qkv", strict=True):
+        close(gradient(part), gradient(full)[:, :, own], f"{label}: d{letter}")
     for (parameter_name, ours), theirs in zip(
         parts.named_parameters(), whole.parameters(), strict=True
     ):
-        summed = torch.zeros_like(ours) if ours.grad is None else ours.grad.clone()
+        summed = gradient(ours)
         dist.all_reduce(summed)
-        close(summed, theirs.grad, f"{label}: {parameter_name}")
+        close(summed, gradient(theirs), f"{label}: {parameter_name}")
 
 
 def compare_model() -> None:
@@ -136,9 +141,9 @@ def compare_model() -> None:
         dist.all_reduce(summed)
         torch.testing.assert_close(summed, expected.detach(), rtol=1e-6, atol=0)
         for (name, ours), theirs in zip(parts.named_parameters(), whole.parameters(), strict=True):
-            gradient = torch.zeros_like(ours) if ours.grad is None else ours.grad.clone()
-            dist.all_reduce(gradient)
-            error = float((gradient - theirs.grad).norm() / theirs.grad.norm().clamp_min(1e-6))
+            total_gradient, wanted = gradient(ours), gradient(theirs)
+            dist.all_reduce(total_gradient)
+            error = float((total_gradient - wanted).norm() / wanted.norm().clamp_min(1e-6))
             assert error < 1e-5, f"{name} documents={kind}: relative error {error:.2e}"
 
 

@@ -16,7 +16,7 @@ import pytest
 from omegaconf import OmegaConf
 from rich.progress import Progress
 
-from slayformer.config import CompareConfig
+from slayformer.config import CompareConfig, RecallConfig, TrainConfig
 from slayformer.config_loading import load_config
 from slayformer.errors import ConfigError, UserError
 from slayformer.evaluation.cells import RunningCell
@@ -66,6 +66,7 @@ def test_cells_differ_in_mechanism_seed_and_folder_alone(tmp_path: Path) -> None
         assert cell.config.seed == cell.seed
         assert type(cell.config.attention).__name__.lower().startswith(cell.mechanism)
         assert cell.config.model == cells[0].config.model
+        assert isinstance(cell.config, TrainConfig)
         assert (cell.config.model.width, cell.config.data.source.path) == (8, "documents")
 
 
@@ -121,6 +122,7 @@ def test_recall_runs_beside_training(tmp_path: Path) -> None:
         *("slay seed 1", "slay recall seed 1", "slay seed 2", "slay recall seed 2"),
     ]
     training, recall = (cell.config for cell in cells[:2])
+    assert isinstance(recall, RecallConfig)
     assert recall.updates == 70
     assert recall.run_directory == str(tmp_path / "slay-recall-seed1")
     assert recall.attention == training.attention

@@ -16,7 +16,13 @@ from slayformer.errors import CheckpointError, ConfigError
 from slayformer.model.gpt2 import GPT2
 from slayformer.training import run_directory
 from slayformer.training.budget import Plan, make_plan
-from slayformer.training.checkpoint import _publish, _write_model, read_config
+from slayformer.training.checkpoint import (
+    OPTIMIZER,
+    _publish,
+    _write_model,
+    _write_tensors,
+    read_config,
+)
 from slayformer.training.run_directory import (
     RunStart,
     start_run,
@@ -43,6 +49,7 @@ def add_checkpoint(run: Path, config: TrainConfig, update: int) -> Path:
     state = {"update": update, "samples": 8 * update, "world_size": 1}
     state["tokenizer"] = tokenizer.identity  # type: ignore[assignment]
     _write_model(unfinished, model.state_dict(), config, tokenizer, state)
+    _write_tensors(unfinished / OPTIMIZER, {})
     _publish(unfinished, folder, keep=3)
     return folder
 
@@ -105,6 +112,12 @@ def test_going_on_in_place_and_branching_off(train_config: Any, tmp_path: Path) 
     assert branched.is_branch
     assert not in_place.is_branch
     assert new.is_dir()
+    # a damaged newest is passed over with a warning
+    (newest / "model.safetensors").write_bytes(b"")
+    fallen_back = start(train_config(f"run_directory={run}", "resume=auto"))
+    assert (fallen_back.directory, fallen_back.checkpoint) == (run, first)
+    assert not fallen_back.is_branch
+    assert "update_0000004 is damaged" in fallen_back.warnings[0]
 
 
 def test_a_checkpoint_on_its_own_needs_a_new_directory(train_config: Any, tmp_path: Path) -> None:
