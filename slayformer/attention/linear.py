@@ -13,11 +13,13 @@ W remembered keys, N = E + 1.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from slayformer.attention.backends import attend
 from slayformer.attention.base import (
     Attention,
     Place,
@@ -27,7 +29,9 @@ from slayformer.attention.base import (
     token_positions,
 )
 from slayformer.attention.features import Features
-from slayformer.attention.walk import Keys, Walk, apply_walk
+from slayformer.attention.near import NearKernel
+from slayformer.attention.projection import Projection
+from slayformer.attention.walk import Keys, Walk
 
 CHUNK = 128
 
@@ -54,19 +58,25 @@ class LinearState:
     recent: RecentKeys
 
 
+def _one_zero(shape: tuple[int, ...], device: torch.device | str) -> Tensor:
+    """Return zeros that take no room and are only read."""
+    return torch.zeros((), device=device).expand(shape)
+
+
 class LinearAttention(Attention):
     """Base of every linear mechanism: a subclass gives a feature map and its sizes.
 
     Chunking, decoding, padding, documents and the non-causal form come from here.
     """
 
+    backends = ("auto", "torch", "cpu")
     # added to the normaliser
     delta: float
     # M, and the summed widths of the factors whose scores are multiplied inside a chunk
     feature_count: int
     score_width: int
     chunk: int = CHUNK
-    # `none`, `chunk` or `window`: which pairs `near_scores` decides, and how far they reach
+    # `none`, `chunk` or `window`: which pairs `near_kernel` decides, and how far they reach
     local: str = "none"
     local_size: int = 0
     # least normaliser per visible key of a signed map; 0: no guard
@@ -87,9 +97,17 @@ class LinearAttention(Attention):
         """Return φ(x) for `tensors` as `feature_tensors` gave them; `positions` is [B, T]."""
         raise NotImplementedError
 
-    def near_scores(self, q_BHTD: Tensor, k_BHSD: Tensor, *tensors: Tensor) -> Tensor:
-        """Return the exact scores of near pairs, [B, H, T, S]; only with `local` set."""
+    def projection(self, *tensors: Tensor) -> Projection | None:
+        """Return the map and the near kernel as activations of one product, if they are that."""
+        return None
+
+    def near_kernel(self, q_BHTD: Tensor, k_BHSD: Tensor, *tensors: Tensor) -> NearKernel:
+        """Return the exact kernel of near pairs; only with `local` set."""
         raise NotImplementedError
+
+    def near_scores(self, q_BHTD: Tensor, k_BHSD: Tensor, *tensors: Tensor) -> Tensor:
+        """Return the exact scores of near pairs, [B, H, T, S]."""
+        return self.near_kernel(q_BHTD, k_BHSD, *tensors).scores()
 
     def normaliser_offset(self, dtype: torch.dtype) -> Tensor | float:
         """Return what is added to the normaliser: δ, on the scale of the features."""
@@ -103,18 +121,27 @@ class LinearAttention(Attention):
         self, batch_size: int, device: torch.device | str = "cpu", value_dim: int | None = None
     ) -> LinearState:
         """Return the state before the first token, for v of width `value_dim` (None: D)."""
-        value_dim = value_dim or self.head_dim
+        return self._first_state(batch_size, device, value_dim or self.head_dim, torch.zeros)
+
+    def _first_state(
+        self,
+        batch_size: int,
+        device: torch.device | str,
+        value_dim: int,
+        zeros: Callable[..., Tensor],
+    ) -> LinearState:
+        """Return the state before the first token, its large tensors made by `zeros`."""
         memory = (batch_size, self.num_heads, self.feature_count, value_dim + 1)
         recent = (batch_size, self.num_heads, self.local_size)
         slots = torch.zeros(batch_size, self.local_size, dtype=torch.long, device=device)
         place = Place.start(batch_size, device)
         return LinearState(
-            memory_BHMN=torch.zeros(memory, device=device),
+            memory_BHMN=zeros(memory, device=device),
             memory_document_B=place.document_B,
             place=place,
             recent=RecentKeys(
-                k_BHWD=torch.zeros(*recent, self.head_dim, device=device),
-                v_BHWE=torch.zeros(*recent, value_dim, device=device),
+                k_BHWD=zeros((*recent, self.head_dim), device=device),
+                v_BHWE=zeros((*recent, value_dim), device=device),
                 mask_BW=slots.bool(),
                 document_BW=slots - 1,
                 position_BW=slots,
@@ -152,30 +179,46 @@ class LinearAttention(Attention):
             raise ValueError("a state carries the past of causal attention; pass causal=True")
         batch_size, _, length, _ = q_BHTD.shape
         documents = real_document_ids(mask, document_ids)
-        before = state or self.init_state(batch_size, q_BHTD.device, v_BHTE.shape[-1])
+        before = state
+        if before is None:
+            before = self._first_state(batch_size, q_BHTD.device, v_BHTE.shape[-1], _one_zero)
         if self.local_size and documents is None and state is not None:
             # the remembered keys may be of another document than the new ones
             documents = before.place.document_B.clamp_min(0)[:, None].expand(-1, length)
         real = torch.ones(batch_size, length, dtype=torch.bool, device=q_BHTD.device)
         positions = token_positions(real if mask is None else mask, documents, before.place)
         with torch.autocast(q_BHTD.device.type, enabled=False):
-            sums_BHTN, after = self._sums(
-                q_BHTD, k_BHTD, v_BHTE, mask, documents, positions, before, state is not None
+            offset = self.normaliser_offset(accumulation_dtype(q_BHTD.dtype))
+            continues = state is not None
+            whole = causal and self.guard_floor == 0
+            result, after = self._walk(
+                q_BHTD,
+                k_BHTD,
+                v_BHTE,
+                mask,
+                documents,
+                positions,
+                before,
+                continues,
+                offset=offset if whole else None,
             )
+            if whole:
+                return result, after if continues else None
+            sums_BHTN = result
             if not causal:
                 # the keys after each query: the strict walk over the reversed sequence
                 q, k, v = (x.flip(2) for x in (q_BHTD, k_BHTD, v_BHTE))
                 mask, documents = (None if x is None else x.flip(1) for x in (mask, documents))
-                later_BHTN, _ = self._sums(
+                later_BHTN, _ = self._walk(
                     q, k, v, mask, documents, positions.flip(1), before, False, strict=True
                 )
                 sums_BHTN = sums_BHTN + later_BHTN.flip(2)
-            normaliser_BHT1 = sums_BHTN[..., -1:] + self.normaliser_offset(sums_BHTN.dtype)
+            normaliser_BHT1 = sums_BHTN[..., -1:] + offset
             if self.guard_floor > 0:
                 y_BHTE = self._guarded(sums_BHTN[..., :-1], normaliser_BHT1, v_BHTE, positions)
             else:
                 y_BHTE = sums_BHTN[..., :-1] / normaliser_BHT1
-        return y_BHTE.to(v_BHTE.dtype), after if state is not None else None
+        return y_BHTE.to(v_BHTE.dtype), after if continues else None
 
     def _guarded(
         self, sums_BHTE: Tensor, normaliser_BHT1: Tensor, v_BHTE: Tensor, positions_BT: Tensor
@@ -191,12 +234,12 @@ class LinearAttention(Attention):
         return torch.where(sound, quotient, v_BHTE.to(quotient.dtype))
 
     def is_near(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
-        """Return which pairs of positions in one document `near_scores` decides."""
+        """Return which pairs of positions in one document `near_kernel` decides."""
         if self.local == "chunk":
             return query_positions // self.local_size == key_positions // self.local_size
         return (query_positions - key_positions).abs() < self.local_size
 
-    def _sums(
+    def _walk(
         self,
         q: Tensor,
         k: Tensor,
@@ -207,8 +250,12 @@ class LinearAttention(Attention):
         before: LinearState,
         continues: bool,
         strict: bool = False,
+        offset: Tensor | float | None = None,
     ) -> tuple[Tensor, LinearState]:
-        """Return Σ score [v, 1] of every query and the state after the last token."""
+        """Return Σ score [v, 1] of every query and the state after the last token.
+
+        With `offset` the first is Σ score v / (Σ score + offset) instead, in the dtype of v.
+        """
         length = q.shape[2]
         recent = before.recent
         keys = Keys(positions, mask, documents)
@@ -228,8 +275,11 @@ class LinearAttention(Attention):
             )
         walk = Walk(
             feature_map=self.feature_map,
-            near=self.near_scores if self.local_size else None,
+            projection=self.projection,
+            near=self.near_kernel if self.local_size else None,
             is_near=self.is_near if lag else None,
+            local=self.local,
+            local_size=self.local_size,
             positions_BT=positions,
             documents_BT=documents,
             keys=keys,
@@ -244,10 +294,10 @@ class LinearAttention(Attention):
         )
         memory = before.memory_BHMN.to(accumulation_dtype(q.dtype))
         tensors = self.feature_tensors(memory.dtype)
-        sums, memory = apply_walk(walk, q, k, v, memory, tensors)
+        result, memory = attend(self.config.backend, walk, q, k, v, memory, tensors, offset)
         if not continues:
-            return sums, before
-        return sums, self._after(before, memory, k, v, keys, documents, positions)
+            return result, before
+        return result, self._after(before, memory, k, v, keys, documents, positions)
 
     def _after(
         self,

@@ -22,6 +22,7 @@ from slayformer.attention.base import (
 )
 from slayformer.attention.features import Dense, Features, SumOfSquares
 from slayformer.attention.positive_features import orthogonal_rows
+from slayformer.attention.projection import Columns, Projection
 from slayformer.errors import ConfigError
 
 # added to the block-quadratic kernel, so that no normaliser is zero
@@ -70,6 +71,10 @@ class PolynomialMap(nn.Module):
         """Return the features of unit vectors."""
         raise NotImplementedError
 
+    def projection(self, *tensors: Tensor) -> Projection | None:
+        """Return the features as activations of one product, if that is what they are."""
+        return None
+
 
 class Exact(PolynomialMap):
     """vec_sym(û): d(d+1)/2 features, x² exactly."""
@@ -81,6 +86,11 @@ class Exact(PolynomialMap):
 
     def features(self, u_BHTD: Tensor, *tensors: Tensor) -> Features:
         return SumOfSquares((u_BHTD[..., None, :],), u_BHTD[..., :0])
+
+    def projection(self, *tensors: Tensor) -> Projection:
+        weight_HDD = torch.eye(self.width).expand(self.heads, -1, -1)
+        columns = Columns("squares", "identity", self.width, self.width)
+        return Projection(weight_HDD, weight_HDD[:, 0] * 0, (columns,))
 
 
 class Anchor(PolynomialMap):
@@ -100,6 +110,11 @@ class Anchor(PolynomialMap):
 
     def features(self, u_BHTD: Tensor, *tensors: Tensor) -> Features:
         return Dense((u_BHTD @ tensors[0].mT).square() * self.scale)
+
+    def projection(self, *tensors: Tensor) -> Projection:
+        weight_HDP = (tensors[0].mT * self.scale**0.5).expand(self.heads, -1, -1)
+        columns = Columns("linear", "square", self.budget)
+        return Projection(weight_HDP, weight_HDP.new_zeros(self.heads, self.budget), (columns,))
 
 
 class Nystrom(PolynomialMap):
@@ -201,6 +216,16 @@ class BlockQuadratic(PolynomialMap):
         floor = torch.full_like(y[..., :1], BLOCK_FLOOR**0.5)
         return SumOfSquares(tuple(blocks), torch.cat([singles.square(), floor], dim=-1))
 
+    def projection(self, *tensors: Tensor) -> Projection:
+        # a column of its own becomes the floor
+        weight_HDF = torch.nn.functional.pad(tensors[0], (0, 1))
+        bias_HF = weight_HDF.new_zeros(self.heads, self.width + 1)
+        bias_HF[:, -1] = BLOCK_FLOOR**0.25
+        groups = Counter(self.block_widths).items()
+        columns = [Columns("squares", "identity", n * count, n) for n, count in groups]
+        columns.append(Columns("linear", "square", self.singles + 1))
+        return Projection(weight_HDF, bias_HF, tuple(columns))
+
 
 class LearnedQuadratic(PolynomialMap):
     """Σ_g e^{a_g(q) + a_g(k)} (y_g(q)·y_g(k))², y_g = P_g û + c_g, a_g = ½(w_g·û + b_g).
@@ -232,6 +257,13 @@ class LearnedQuadratic(PolynomialMap):
         gate = torch.exp(0.5 * (u_BHTD @ weight.mT + bias))
         y = (u_BHTD @ projection.mT + center).unflatten(-1, (self.blocks, self.block_width))
         return SumOfSquares((y * gate[..., None],), u_BHTD[..., :0])
+
+    def projection(self, *tensors: Tensor) -> Projection:
+        bias, center, projection, weight = tensors
+        weight_HDF = torch.cat([projection, 0.5 * weight], dim=1).mT
+        bias_HF = torch.cat([center, 0.5 * bias], dim=2)[:, 0]
+        columns = Columns("squares", "gated", self.blocks * self.block_width, self.block_width)
+        return Projection(weight_HDF, bias_HF, (columns,))
 
 
 def count_sketches(width: int, size: int, draws: torch.Generator) -> Tensor:

@@ -8,6 +8,7 @@ Shape suffixes: R nodes, H heads, N features of a node, D head width, F = R·N.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -76,25 +77,41 @@ class ExponentialFeatures(nn.Module):
             else:
                 self.register_buffer(name, value)
         self.nodes, self.per_node, self.width = len(nodes_R), features, width
+        # the last result for fixed features, and what it was made from
+        self._kept: tuple[Any, tuple[Tensor, Tensor, Tensor]] | None = None
 
     def tensors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return √(2 s_r) ω as [H, D, F] and −s_r + ½ log(w_r/N) − shift as [H, 1, F]."""
-        scaled_RHND, bias_RH = self._scaled(dtype)
-        bias_HF = bias_RH.repeat_interleave(self.per_node, dim=0).T - self.shift(dtype)[..., 0]
-        return scaled_RHND.transpose(0, 1).flatten(1, 2).mT, bias_HF[:, None]
+        return self._folded(dtype)[:2]
 
     def shift(self, dtype: torch.dtype) -> Tensor:
         """Return what is taken off every exponent, [H, 1, 1]; scores shrink by e^{−2 shift}."""
-        scaled_RHND, bias_RH = self._scaled(dtype)
-        largest_RHN = scaled_RHND.norm(dim=-1) + bias_RH[..., None]
-        largest_H = largest_RHN.detach().amax(dim=(0, 2))
-        return (largest_H - LARGEST_EXPONENT).clamp_min(0)[:, None, None]
+        return self._folded(dtype)[2]
 
-    def _scaled(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _folded(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what `tensors` and `shift` do; for fixed features kept from call to call."""
+        drawn = (self.omega_RHND, self.log_weights_RH)
+        # a graph compiler reads no addresses, and what inference mode makes is of no use outside
+        if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+            return self._fold(dtype)
+        if any(x.requires_grad or x.is_inference() for x in drawn):
+            return self._fold(dtype)
+        key = (dtype, *((x.data_ptr(), x._version) for x in drawn))
+        if self._kept is None or self._kept[0] != key:
+            self._kept = key, self._fold(dtype)
+        return self._kept[1]
+
+    def _fold(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         nodes_R = self.nodes_R.to(dtype)
         scaled_RHND = self.omega_RHND.to(dtype) * (2 * nodes_R).sqrt()[:, None, None, None]
         log_share_RH = self.log_weights_RH.to(dtype) - math.log(self.per_node)
-        return scaled_RHND, 0.5 * log_share_RH - nodes_R[:, None]
+        bias_RH = 0.5 * log_share_RH - nodes_R[:, None]
+        largest_RHN = scaled_RHND.norm(dim=-1) + bias_RH[..., None]
+        largest_H = largest_RHN.detach().amax(dim=(0, 2))
+        shift_H = (largest_H - LARGEST_EXPONENT).clamp_min(0)
+        bias_HF = bias_RH.repeat_interleave(self.per_node, dim=0).T - shift_H[:, None]
+        projection_HDF = scaled_RHND.transpose(0, 1).flatten(1, 2).mT
+        return projection_HDF, bias_HF[:, None], shift_H[:, None, None]
 
     def features(self, u_BHTD: Tensor, *tensors: Tensor) -> Dense:
         """Return the features of unit vectors, [B, H, T, F]."""

@@ -8,7 +8,7 @@ them. Each choice is an option of its own; configs/attention/slay*.yaml are name
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,9 @@ from torch import Tensor
 
 from slayformer.attention.base import SCALAR_LEARNING_RATE, generator, mechanism_parameter
 from slayformer.attention.features import Dense, Features, Kronecker
-from slayformer.attention.kernels import fitted_quadrature, gauss_laguerre, spherical_yat, unit
+from slayformer.attention.kernels import fitted_quadrature, gauss_laguerre, unit
 from slayformer.attention.linear import LinearAttention
+from slayformer.attention.near import NearKernel, NearYat
 from slayformer.attention.polynomial import (
     POLYNOMIALS,
     PolynomialMap,
@@ -26,6 +27,7 @@ from slayformer.attention.polynomial import (
     sketch_product,
 )
 from slayformer.attention.positive_features import ExponentialFeatures
+from slayformer.attention.projection import Columns, Projection
 from slayformer.config import AttentionConfig, one_of, positive
 from slayformer.errors import ConfigError
 from slayformer.registry import register_attention
@@ -228,6 +230,45 @@ class SlayAttention(LinearAttention):
             features = features.scaled(far_scale)
         return features
 
+    def projection(self, *tensors: Tensor) -> Projection | None:
+        """Return the map as activations of one product, where it is such a map."""
+        config = self.config
+        if config.fusion not in ("tensor", "polynomial_only") or self.polynomial is None:
+            return None
+        count = self.polynomial.tensor_count
+        joined = self.polynomial.projection(*tensors[:count])
+        if joined is None:
+            return None
+        rest = list(tensors[count:])
+        key_scale = query_scale = None
+        if self.exponential:
+            weight_HDF, bias_H1F = rest[:2]
+            rest = rest[2:]
+            columns = Columns("factor", "exponent", weight_HDF.shape[-1])
+            joined = Projection(
+                torch.cat([joined.weight_HDF, weight_HDF], dim=-1),
+                torch.cat([joined.bias_HF, bias_H1F[:, 0]], dim=-1),
+                (*joined.columns, columns),
+            )
+        else:
+            key_scale = torch.full((self.num_heads,), self._single_weight() ** 0.5)
+            query_scale = key_scale
+        if config.local == "none":
+            return replace(joined, query_scale_H=query_scale, key_scale_H=key_scale)
+        far_scale, shrinkage = rest[:2]
+        root = far_scale.sqrt().flatten()
+        return replace(
+            joined,
+            query_scale_H=root if query_scale is None else root * query_scale,
+            key_scale_H=key_scale,
+            near_epsilon=rest[2] if config.learnable_epsilon else config.epsilon,
+            near_scale=shrinkage,
+        )
+
+    def _single_weight(self) -> float:
+        """Return 1/C, the weight of one node at s = 0."""
+        return 1 / (2 + self.config.epsilon)
+
     def _fuse(
         self, polynomial: Features | None, exponential: Dense | None, sketches: list[Tensor]
     ) -> Features:
@@ -235,7 +276,7 @@ class SlayAttention(LinearAttention):
         if exponential is None:
             assert polynomial is not None
             # one node at s = 0: x²/C
-            weight = torch.tensor(1 / (2 + self.config.epsilon), dtype=torch.float64)
+            weight = torch.tensor(self._single_weight(), dtype=torch.float64)
             return polynomial.scaled(weight)
         if polynomial is None:
             return exponential
@@ -248,13 +289,13 @@ class SlayAttention(LinearAttention):
             return Dense((shared * per_node * shared.shape[-1] ** 0.5).flatten(-2))
         return Dense(sketch_product(shared @ sketches[0], per_node @ sketches[1]).flatten(-2))
 
-    def near_scores(self, q_BHTD: Tensor, k_BHSD: Tensor, *tensors: Tensor) -> Tensor:
+    def near_kernel(self, q_BHTD: Tensor, k_BHSD: Tensor, *tensors: Tensor) -> NearKernel:
         """Return the exact spherical Yat kernel, on the scale of the features."""
         epsilon: Tensor | float = self.config.epsilon
         shrinkage = tensors[-1]
         if self.config.learnable_epsilon:
             shrinkage, epsilon = tensors[-2:]
-        return spherical_yat(unit(q_BHTD) @ unit(k_BHSD).mT, epsilon) * shrinkage
+        return NearYat(unit(q_BHTD), unit(k_BHSD), epsilon, shrinkage)
 
     def feature_flops(self) -> int:
         """Return the FLOPs of one vector's features in one head, as far as they are formed."""

@@ -25,6 +25,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from slayformer.attention.features import Features
+from slayformer.attention.near import NearKernel
+from slayformer.attention.projection import Projection
 
 
 @dataclass(frozen=True)
@@ -41,13 +43,18 @@ class Walk:
     """What a walk needs besides q, k, v and the state; no gradients flow here.
 
     `feature_map(x, *tensors, is_query, positions)` gives features of both sides. `near(q, k,
-    *tensors)` gives exact scores for pairs that `is_near(query positions, key positions)` picks,
-    or without `is_near` for every pair inside a chunk.
+    *tensors)` gives the exact kernel for pairs that `is_near(query positions, key positions)`
+    picks, or without `is_near` for every pair inside a chunk. `projection(*tensors)` is both in
+    the form an engine can compute by itself, if they have it.
     """
 
     feature_map: Callable[..., Features]
-    near: Callable[..., Tensor] | None
+    projection: Callable[..., Projection | None]
+    near: Callable[..., NearKernel] | None
     is_near: Callable[[Tensor, Tensor], Tensor] | None
+    # the rule behind `is_near` as LinearAttention names it, for engines that apply it themselves
+    local: str
+    local_size: int
     positions_BT: Tensor
     documents_BT: Tensor | None
     keys: Keys
@@ -138,7 +145,7 @@ class Walk:
         if self.near is None:
             scores_BHCS = sides[1].scores(others[1])
         else:
-            scores_BHCS = self.near(sides[0], others[0], *tensors)
+            scores_BHCS = self.near(sides[0], others[0], *tensors).scores()
             if chunk.near is not None:
                 scores_BHCS = torch.where(chunk.near, scores_BHCS, sides[1].scores(others[1]))
         return (scores_BHCS * chunk.visible) @ values_BHSN
@@ -326,15 +333,24 @@ def _backward_to_keys(
     return dk, dv, d_memory
 
 
-# the backward pass differentiates chunk by chunk itself, which a graph compiler cannot trace
-@torch.compiler.disable
 def apply_walk(
-    walk: Walk, q: Tensor, k: Tensor, v: Tensor, memory: Tensor, tensors: Sequence[Tensor]
+    walk: Walk,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    memory: Tensor,
+    tensors: Sequence[Tensor],
+    offset: Tensor | float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return (Σ score [v, 1] for every query, the state after the last), with gradients.
 
-    `k` and `v` hold `walk.lag` earlier keys before the T new ones.
+    `k` and `v` hold `walk.lag` earlier keys before the T new ones. With `offset` the first is
+    Σ score v / (Σ score + offset) instead.
     """
     if walk.length <= walk.chunk or not torch.is_grad_enabled():
-        return _walk(walk, q, k, v, memory, tensors)
-    return _Walked.apply(walk, q, k, v, memory, *tensors)
+        sums, memory = _walk(walk, q, k, v, memory, tensors)
+    else:
+        sums, memory = _Walked.apply(walk, q, k, v, memory, *tensors)
+    if offset is None:
+        return sums, memory
+    return (sums[..., :-1] / (sums[..., -1:] + offset)).to(v.dtype), memory

@@ -15,11 +15,9 @@ from torch import Tensor, nn
 from slayformer.attention.base import generator
 from slayformer.attention.features import Features, SumOfSquares
 from slayformer.attention.linear import LinearAttention
+from slayformer.attention.near import NearExponential, NearKernel
 from slayformer.config import AttentionConfig, positive
 from slayformer.registry import register_attention
-
-# e^s is followed up to here; scores beyond would leave fp32 when they are summed up
-LARGEST_SCORE = 40.0
 
 
 @dataclass(kw_only=True)
@@ -60,10 +58,9 @@ class BasedAttention(LinearAttention):
         rest = torch.cat([y, torch.ones_like(y[..., :1])], dim=-1)
         return SumOfSquares((y[..., None, :] * 0.5**0.25,), rest)
 
-    def near_scores(self, q_BHTD: Tensor, k_BHSD: Tensor, *tensors: Tensor) -> Tensor:
+    def near_kernel(self, q_BHTD: Tensor, k_BHSD: Tensor, *tensors: Tensor) -> NearKernel:
         """Return e^s."""
-        scores = (q_BHTD @ tensors[0]) @ (k_BHSD @ tensors[1]).mT
-        return scores.clamp(max=LARGEST_SCORE).exp()
+        return NearExponential(q_BHTD @ tensors[0], k_BHSD @ tensors[1])
 
     def feature_flops(self) -> int:
         """Return the projection and the products."""

@@ -195,7 +195,9 @@ class TestContract:
         attention = build(name, exact_normaliser=True)
         q, k, v = heads(1, length, dtype=torch.float32)
         y, _ = attention(q, k, torch.ones_like(v))
-        torch.testing.assert_close(y, torch.ones_like(y), rtol=0, atol=1e-5)
+        # a small difference of large sums, in a compiled walk not rounded as the values' sums are
+        atol = 1e-5 if attention.positive else 1e-4
+        torch.testing.assert_close(y, torch.ones_like(y), rtol=0, atol=atol)
 
     @pytest.mark.parametrize("length", LENGTHS)
     def test_segments_equal_the_whole(self, name, length):

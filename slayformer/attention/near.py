@@ -1,0 +1,51 @@
+"""Exact kernels of near pairs as values: what they need of both sides, and their scores.
+
+Shape suffixes: B batch, H heads, T queries, S keys, D width.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from slayformer.attention.kernels import spherical_yat
+
+# e^s is followed up to here; scores beyond would leave fp32 when they are summed up
+LARGEST_SCORE = 40.0
+
+
+@dataclass(frozen=True)
+class NearKernel(ABC):
+    """A kernel of the inner products of two sets of vectors."""
+
+    query_BHTD: Tensor
+    key_BHSD: Tensor
+
+    def scores(self) -> Tensor:
+        """Return the kernel of every pair, [B, H, T, S]."""
+        return self.of(self.query_BHTD @ self.key_BHSD.mT)
+
+    @abstractmethod
+    def of(self, products_BHTS: Tensor) -> Tensor:
+        """Return the kernel for inner products."""
+
+
+@dataclass(frozen=True)
+class NearYat(NearKernel):
+    """`scale` times the spherical Yat kernel of unit vectors; `epsilon` may be one a head."""
+
+    epsilon: Tensor | float
+    scale: Tensor
+
+    def of(self, products_BHTS: Tensor) -> Tensor:
+        return spherical_yat(products_BHTS, self.epsilon) * self.scale
+
+
+@dataclass(frozen=True)
+class NearExponential(NearKernel):
+    """e^s of the inner products s."""
+
+    def of(self, products_BHTS: Tensor) -> Tensor:
+        return products_BHTS.clamp(max=LARGEST_SCORE).exp()
