@@ -235,6 +235,22 @@ class CheckpointConfig:
 
 
 @dataclass
+class BadUpdateConfig:
+    """What becomes of an update that cannot be right: `stop` the run, or `skip` the update.
+
+    A skipped update leaves weights and optimizer as they were; its samples are not seen again.
+    """
+
+    # a loss or gradient norm that is not finite
+    not_finite: str = one_of("stop", "skip", default="stop")
+    # a loss above this many times the mean of the last 50 updates (null: never)
+    spike_factor: float | None = positive(None)
+    spike: str = one_of("stop", "skip", default="skip")
+    # stop after more than this many in a row
+    most_skipped: int = not_negative(10)
+
+
+@dataclass
 class LoggingConfig:
     """What a run tells: metrics.jsonl always; wandb `disabled`, `offline` or `online`.
 
@@ -265,6 +281,7 @@ class TrainConfig:
     validation: ValidationConfig
     checkpoint: CheckpointConfig
     logging: LoggingConfig
+    bad_updates: BadUpdateConfig = field(default_factory=BadUpdateConfig)
     seed: int = seed_number(0)
     # null: runs/<mechanism>-<time>, made new
     run_directory: str | None = None

@@ -34,6 +34,8 @@ from slayformer.attention.projection import Projection
 from slayformer.attention.walk import Keys, Walk
 
 CHUNK = 128
+# where near pairs make up the chunk, far ones in it cost more than they save
+ALIGNED_CHUNK = 64
 
 
 @dataclass(frozen=True)
@@ -259,11 +261,14 @@ class LinearAttention(Attention):
         length = q.shape[2]
         recent = before.recent
         keys = Keys(positions, mask, documents)
-        # from the start of one whole sequence the walk's chunks can be those of the near pairs
+        # from the start of one whole sequence the walk's chunks can be those of the near pairs, or
+        # several of them where they are short
         aligned = self.local == "chunk" and not (continues or strict)
         aligned = aligned and mask is None and documents is None
         lag = 0 if aligned else self.local_size
-        chunk = self.local_size if aligned else self.chunk
+        chunk = self.chunk
+        if aligned:
+            chunk = self.local_size * max(1, ALIGNED_CHUNK // self.local_size)
         if lag:
             real = torch.ones_like(positions, dtype=torch.bool) if mask is None else mask
             k = torch.cat([recent.k_BHWD.to(k.dtype), k], dim=2)
@@ -277,7 +282,7 @@ class LinearAttention(Attention):
             feature_map=self.feature_map,
             projection=self.projection,
             near=self.near_kernel if self.local_size else None,
-            is_near=self.is_near if lag else None,
+            is_near=self.is_near if lag or (aligned and chunk > self.local_size) else None,
             local=self.local,
             local_size=self.local_size,
             positions_BT=positions,

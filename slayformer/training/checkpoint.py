@@ -217,8 +217,8 @@ def save_checkpoint(
             if weights is not None:
                 _write_model(unfinished, weights, config, tokenizer, state)
                 _write_tensors(unfinished / OPTIMIZER, moments)
-        except (OSError, SafetensorError) as own_error:
-            error = OSError(own_error)
+        except OSError as own_error:
+            error = own_error
         errors = [one for one in distributed.gather_objects(error and str(error)) if one]
         if errors:
             raise CheckpointError(_not_saved(run_directory, errors[0]))
@@ -275,7 +275,10 @@ def _write_rng(folder: Path, device: torch.device) -> None:
 
 
 def _write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    safetensors.torch.save_file(tensors, path)
+    try:
+        safetensors.torch.save_file(tensors, path)
+    except SafetensorError as error:
+        raise OSError(f"{path.name} could not be written: {error}") from error
     # the library lets nobody but the owner read it
     path.chmod(path.parent.stat().st_mode & 0o666)
 

@@ -131,6 +131,15 @@ def gather_objects(value: Value) -> list[Value]:
     return values
 
 
+# what gloo and nccl say when a process at the other end is no more
+LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "process exited")
+
+
+def lost_another(error: RuntimeError) -> bool:
+    """Return whether `error` means that another process of the run has died."""
+    return world_size() > 1 and any(sign in str(error) for sign in LOST)
+
+
 def run_on_main(function: Callable[[], Value]) -> Value:
     """Run `function` on rank 0 and return its value on every rank.
 

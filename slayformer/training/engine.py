@@ -79,13 +79,13 @@ class TrainingEngine:
     def step(self, learning_rate: float) -> float:
         """Update the weights; return the norm of all gradients before clipping.
 
-        Every parameter group learns at its own scale of `learning_rate`. In fp16 gradients that
-        overflowed are dropped with nothing changed but the loss scale, and the norm is infinite.
+        Every parameter group learns at its own scale of `learning_rate`. Gradients that are not
+        finite are dropped with nothing changed but fp16's loss scale; neither is the norm then.
         """
         for group in self._engine.optimizer.param_groups:
             group["lr"] = learning_rate * group["learning_rate_scale"]
         norm = self._clip() if self.zero_stage == 0 else 0.0
-        if math.isfinite(norm) or self.loss_scale is None:
+        if math.isfinite(norm):
             self._engine.step()
         else:
             self._engine.optimizer.zero_grad()

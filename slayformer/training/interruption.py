@@ -13,11 +13,14 @@ from typing import Any
 from slayformer.cli import quoted, strip_launcher_arguments
 from slayformer.training import distributed
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# SIGUSR1 is how clusters announce that they will take the machines away
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopSignal:
-    """Within this context SIGINT and SIGTERM only set `received`; a second SIGINT interrupts.
+    """Within this context SIGINT, SIGTERM and SIGUSR1 only set `received`.
+
+    A second SIGINT interrupts.
 
     Outside the main thread, where Python takes no signals, it does nothing.
     """

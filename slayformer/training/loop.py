@@ -19,6 +19,7 @@ from slayformer.evaluation.loss import LossTotals, score
 from slayformer.model.gpt2 import GPT2
 from slayformer.registry import attention_entry
 from slayformer.training import checkpoint, distributed
+from slayformer.training.bad_updates import BadUpdates, Fault, poisoned
 from slayformer.training.budget import Plan, make_plan
 from slayformer.training.devices import found_device
 from slayformer.training.engine import TrainingEngine, check_engine
@@ -44,8 +45,8 @@ from slayformer.training.trackers import check_trackers
 def run(config: TrainConfig) -> Path | None:
     """Train as `config` says and return the run directory; None after a dry run.
 
-    SIGINT or SIGTERM on any rank ends it after the update under way, with a checkpoint. Raises
-    UserError for whatever the user can mend.
+    SIGINT, SIGTERM or SIGUSR1 on any rank ends it after the update under way, with a checkpoint.
+    Raises UserError for whatever the user can mend.
     """
     config = with_absolute_paths(config)
     vocabulary = vocabulary_size(config.tokenizer)
@@ -67,6 +68,13 @@ def run(config: TrainConfig) -> Path | None:
     try:
         with training.log or nullcontext():
             training.run()
+    except RuntimeError as error:
+        if not distributed.lost_another(error):
+            raise
+        raise UserError(
+            f"another process of this run has died, and its own output says why; go on from the "
+            f"newest checkpoint with: {resume_command(start.directory)}"
+        ) from error
     finally:
         training.engine.close()
     return start.directory
@@ -89,6 +97,7 @@ class Training:
             tokens_before=plan.tokens_at(self.update),
             before=state.get("seconds_by_part"),
         )
+        self.bad_updates = BadUpdates(config.bad_updates, state.get("recent_losses"))
         self.started = time.monotonic() - state.get("seconds", 0.0)
         model = GPT2(
             config.model,
@@ -154,14 +163,18 @@ class Training:
                 loss = nats_BT.sum() * (distributed.world_size() / targets)
                 share = objective.model.guarded_share()
                 guarded += [] if share is None else [share]
-                self.engine.backward(loss, last=number == len(passes))
                 own_nats[0] += nats_BT.detach().sum(dtype=torch.float64)
                 if objective.z_nats is not None:
                     own_nats += torch.stack([-objective.z_nats, objective.z_nats])
-        with self.meter.part("forward_backward", wait=True):
-            own = torch.tensor([*own_nats.tolist(), float(stop.received)], dtype=torch.float64)
-            nats, z_nats, stops = distributed.sum_over_ranks(own).tolist()
-        self._must_be_finite("loss", nats, samples)
+                if number == len(passes):
+                    # before its last gradients: an update that is at fault is spoilt by them
+                    own = [*own_nats.tolist(), float(stop.received)]
+                    nats, z_nats, stops = distributed.sum_over_ranks(
+                        torch.tensor(own, dtype=torch.float64)
+                    ).tolist()
+                    fault = self._judge(self.bad_updates.of_loss(nats / targets), samples)
+                    loss = poisoned(loss, fault)
+                self.engine.backward(loss, last=number == len(passes))
         rate = learning_rate(
             self.update,
             self.plan.updates,
@@ -172,8 +185,10 @@ class Training:
         loss_scale = self.engine.loss_scale and self.engine.loss_scale.value
         with self.meter.part("optimizer", wait=True):
             norm = self.engine.step(rate)
-        if loss_scale is None:
-            self._must_be_finite("gradient norm", norm, samples)
+        if fault is None and loss_scale is None:
+            fault = self._judge(self.bad_updates.of_gradient(norm), samples)
+        if fault is None:
+            self.bad_updates.accept(nats / targets)
         told = self.meter.end_update(targets)
         self.update += 1
         if self.log is not None:
@@ -182,7 +197,7 @@ class Training:
                 "tokens": self.plan.tokens_at(self.update),
                 "loss": nats / targets,
                 "learning_rate": rate,
-                # none where fp16 overflowed and the update was skipped
+                # none where the update was skipped, in fp16 because of an overflow
                 "gradient_norm": norm if math.isfinite(norm) else None,
                 **told,
                 "samples": self.plan.samples_at(self.update),
@@ -191,6 +206,7 @@ class Training:
             mfu = self._mfu(told["tokens_per_second"])
             record |= {} if mfu is None else {"mfu": mfu}
             record |= {} if loss_scale is None else {"loss_scale": loss_scale}
+            record |= {} if fault is None else {"skipped": fault.what}
             if objective.z_loss:
                 record["z_loss"] = z_nats / targets
             if guarded:
@@ -206,14 +222,16 @@ class Training:
             devices=distributed.world_size(),
         )
 
-    def _must_be_finite(self, what: str, value: float, samples: range) -> None:
-        if not math.isfinite(value):
-            saved = f"update {self.saved_update:,}" if self.saved_update else "none"
-            raise UserError(
-                f"the {what} became {value} in update {self.update + 1:,} (samples "
-                f"{samples[0]:,} to {samples[-1]:,}); newest checkpoint: {saved}; try a lower "
-                f"optimizer.learning_rate or a longer schedule.warmup_updates"
-            )
+    def _judge(self, fault: Fault | None, samples: range) -> Fault | None:
+        """Return `fault` if the update is to be skipped for it; UserError if the run is to stop."""
+        if fault is None:
+            return None
+        update = f"update {self.update + 1:,} (samples {samples[0]:,} to {samples[-1]:,})"
+        saved = f"update {self.saved_update:,}" if self.saved_update else "none"
+        self.bad_updates.decide(fault, f"{update}; newest checkpoint: {saved}")
+        if self.log is not None:
+            self.log.say(f"skipped {update}: {fault.what}")
+        return fault
 
     def _validate(self) -> LossTotals:
         """Score the fixed validation windows on all ranks, and write the record."""
@@ -258,6 +276,7 @@ class Training:
             "tokenizer": self.inputs.data.tokenizer.identity,
             "data": self.inputs.data.directory.name,
             "seconds_by_part": self.meter.state,
+            "recent_losses": self.bad_updates.state,
             "loss_scale": self.engine.loss_scale and self.engine.loss_scale.state,
             "seconds": time.monotonic() - self.started,
             "wandb_id": self.log.wandb_id if self.log is not None else None,

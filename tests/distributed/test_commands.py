@@ -78,8 +78,8 @@ def test_asked_to_stop_it_saves_and_goes_on_bit_for_bit(
     world_size, stopped = launch.world_size, tmp_path / "stopped"
     processes = start_ranks([*launch.cases["long"], f"run_directory={stopped}"], world_size)
     wait_for_updates(stopped, 5, processes)
-    # Ctrl-C for one process; under a launcher any rank may be told
-    processes[-1].send_signal(signal.SIGINT if world_size == 1 else signal.SIGTERM)
+    # Ctrl-C for one process; a cluster may tell any rank that it will take the machines away
+    processes[-1].send_signal(signal.SIGINT if world_size == 1 else signal.SIGUSR1)
     told = ends(processes)
     assert [code for code, _ in told] == [0] * world_size, told[0][1]
     (done,) = re.findall(r"stopped and saved after update (\d+) of 150", told[0][1])
@@ -96,6 +96,22 @@ def test_asked_to_stop_it_saves_and_goes_on_bit_for_bit(
     for key in ("update", "loss", "gradient_norm"):
         assert metrics(stopped, key) == launch.metrics("long", key)
     assert json.loads((stopped / "summary.json").read_text())["finished"] is True
+
+
+def test_a_killed_rank_ends_the_others(launch: Any, start_ranks: Any, tmp_path: Path) -> None:
+    if launch.world_size == 1:
+        pytest.skip("there are no others")
+    run = tmp_path / "run"
+    processes = start_ranks([*launch.cases["long"], f"run_directory={run}"], launch.world_size)
+    wait_for_updates(run, 3, processes)
+    processes[-1].kill()
+    before = time.monotonic()
+    (code, told), _ = ends(processes)
+    assert time.monotonic() - before < 60
+    assert code == 2
+    assert "error: another process of this run has died" in told
+    assert f"resume=auto run_directory={run}" in told
+    assert "Traceback" not in told
 
 
 def test_full_disk_keeps_the_earlier_checkpoint_on_all_ranks(

@@ -22,7 +22,8 @@ RAMP = [
 # 3 updates of warm-up to 3e-3, then linearly to 0 in the last of 24
 RATES = [3e-3 * ((u + 1) / 3 if u < 3 else (23 - u) / 21) for u in range(24)]
 Z_LOSS = 0.05
-# train_worker.py starts here
+# train_worker.py spoils this one, and starts at this scale
+BAD_UPDATE = 6
 FIRST_LOSS_SCALE = 2.0**24
 
 
@@ -43,6 +44,11 @@ def launch(
         runs[f"fp16-{stage}"] = [zero, "engine.precision=fp16"]
         if stage > 0:
             runs[f"offload-{stage}"] = [zero, "engine.offload_optimizer=true"]
+        skip = "bad_updates.not_finite=skip"
+        runs[f"nan_loss-{stage}"] = [zero, skip]
+        if stage in (0, 2):
+            runs[f"nan_gradient-{stage}"] = [zero, skip]
+            runs[f"spike-{stage}"] = [zero, "bad_updates.spike_factor=2"]
         if stage in (0, 3):
             runs[f"z_loss-{stage}"] = [zero, f"optimizer.z_loss={Z_LOSS}"]
         for name in {1: ["fp16-1"], 2: ["offload-2"]}.get(stage, []):
@@ -101,6 +107,33 @@ def test_z_loss_equals_the_plain_loop(
     assert z[-1] < z[0]
 
 
+@pytest.mark.parametrize(
+    ("kind", "stage"),
+    [
+        *(("nan_loss", s) for s in STAGES),
+        *((k, s) for k in ("nan_gradient", "spike") for s in (0, 2)),
+    ],
+)
+def test_a_bad_update_is_skipped_with_nothing_changed(
+    launch: Any, plain_training: Any, kind: str, stage: int
+) -> None:
+    case = f"{kind}-{stage}"
+    losses, norms, weights = plain_training(SIZES, RATES, skipped={BAD_UPDATE})
+    records = [json.loads(line) for line in (launch.folder / case / "metrics.jsonl").open()]
+    bad = next(r for r in records if r["kind"] == "train" and "skipped" in r)
+    assert bad["update"] == BAD_UPDATE + 1
+    said = {"nan_loss": "the loss became nan", "nan_gradient": "the gradient norm became"}
+    assert bad["skipped"].startswith(said.get(kind, "the loss leapt to "))
+    assert sum("skipped" in r for r in records) == 1
+    good = [n for n in range(24) if n != BAD_UPDATE]
+    told, told_norms = launch.metrics(case, "loss"), launch.metrics(case, "gradient_norm")
+    assert [told[n] for n in good] == pytest.approx([losses[n] for n in good], rel=0, abs=1e-5)
+    assert [told_norms[n] for n in good] == pytest.approx([norms[n] for n in good], rel=1e-4)
+    assert told_norms[BAD_UPDATE] is None
+    for name, tensor in launch.weights(case, update=24).items():
+        torch.testing.assert_close(tensor, weights[name], rtol=0, atol=1e-4)
+
+
 def test_schedule_by_tokens_under_the_ramp(launch: Any, plain_training: Any) -> None:
     seen = [sum(SIZES[: n + 1]) for n in range(24)]
     total, warmup = seen[-1], seen[2]
@@ -124,7 +157,7 @@ def test_fp16_skips_overflows_and_then_follows_fp32(
     assert None not in norms[skipped:]
     scales = [FIRST_LOSS_SCALE / 2 ** min(update, skipped) for update in range(24)]
     assert launch.metrics(case, "loss_scale") == scales
-    losses, expected, weights = plain_training(SIZES, RATES, skipped=skipped)
+    losses, expected, weights = plain_training(SIZES, RATES, skipped=range(skipped))
     assert launch.metrics(case, "loss") == pytest.approx(losses, rel=0.005)
     assert launch.metrics(case, "loss") != pytest.approx(losses, rel=0, abs=1e-6)
     assert norms[skipped:] == pytest.approx(expected[skipped:], rel=0.05)

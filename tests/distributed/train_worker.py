@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ import torch
 from slayformer.cli import compose
 from slayformer.config_loading import load_config
 from slayformer.errors import ConfigError
-from slayformer.training import distributed, engine, loop, loss_scale
+from slayformer.training import bad_updates, distributed, engine, loop, loss_scale
 
 # every weight of these tiny models is sharded, as a large one's would be
 engine.STAGE3_WHOLE_BELOW = 0
@@ -26,6 +27,10 @@ engine.STAGE3_WHOLE_BELOW = 0
 loop.check_engine = engine.check_engine = lambda engine, device: None
 # so high that gradients overflow
 loss_scale.FIRST_SCALE = 2.0**24
+
+# early enough for a short run to have a mean to leap from
+bad_updates.RECENT = 4
+BAD_UPDATE = 6
 
 # these runs say themselves whether they want it
 os.environ.pop("WANDB_MODE", None)
@@ -36,9 +41,29 @@ folder = Path(sys.argv[2])
 
 
 class Observed(engine.TrainingEngine):
-    """The engine, which tells its buffers and, unless they are sharded, its weights at the end."""
+    """The engine, which tells its buffers and, unless they are sharded, its weights at the end.
+
+    Runs named after a fault have it in BAD_UPDATE, on the last rank alone.
+    """
 
     name = ""
+    updates = 0
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        nats_BT = super().forward(batch)
+        if self.updates != BAD_UPDATE or distributed.rank() < distributed.world_size() - 1:
+            return nats_BT
+        if self.name.startswith("nan_loss"):
+            return nats_BT * torch.nan
+        if self.name.startswith("nan_gradient"):
+            nats_BT.register_hook(lambda gradient: gradient * torch.nan)
+        if self.name.startswith("spike"):
+            return nats_BT * 100
+        return nats_BT
+
+    def step(self, learning_rate: float) -> float:
+        self.updates += 1
+        return super().step(learning_rate)
 
     def close(self) -> None:
         model = self.objective.model

@@ -218,7 +218,7 @@ def _chunk(walk: Walk, score_width: int, features: int, value_width: int) -> int
     depend on the length, at that of more scores.
     """
     chunk = CHUNK
-    if walk.near is not None and walk.is_near is None:
+    if walk.near is not None and walk.lag == 0:
         # near pairs never meet through the state
         chunk = walk.local_size * max(1, CHUNK // walk.local_size)
     length = max(1, walk.length)
