@@ -123,7 +123,7 @@ def test_decoding_agrees_with_the_libraries(tokenizers):
     from tokenizers import decoders
 
     bpe, gpt2 = tokenizers["bpe"], tokenizers["gpt2"]
-    other = library.Tokenizer.from_str(bpe._definition.decode())
+    other = library.Tokenizer.from_str(bpe.definition.decode())
     other.decoder = decoders.ByteLevel()
     # any ids, also such as are not whole characters
     for start in range(0, 299, 13):

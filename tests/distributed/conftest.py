@@ -161,7 +161,7 @@ def cases(tiny: list[str], folder: Path, world_size: int) -> dict[str, list[str]
     for stage in (0, 2):
         # parameter groups of several learning rates
         runs[f"learned-{stage}"] = [*RAMP, "attention=slay_best", f"engine.zero_stage={stage}"]
-        runs[f"learned-{stage}"] += ["attention.local_size=4"]
+        runs[f"learned-{stage}"] += ["attention.local_size=4", "attention.far_scale=1"]
     runs["signed"] = [*RAMP, "attention=slay_random_maclaurin"]
     runs["bf16-2"] = [*RAMP, "engine.zero_stage=2", "engine.precision=bf16"]
     for stage, passes in RESUMED:
