@@ -38,11 +38,18 @@ def options(name: str) -> Any:
 
 
 OPTIONS = {name: options(name) for name in NAMES}
+# where there is a compiler, `auto` takes its engine in half precision and fp32: then all of it on
+# the walk of torch too
+ON_TORCH = {
+    f"{name} on torch": dataclasses.replace(config, backend="torch")
+    for name, config in OPTIONS.items()
+    if "cpu" in load_mechanisms()[config.mechanism or name].attention.backends
+}
 
 
 def build(name: str, *, exact_normaliser: bool = False, width: int = WIDTH) -> Attention:
     """Build mechanism `name` from its YAML; `exact_normaliser` takes δ out of the normaliser."""
-    config = OPTIONS[name]
+    config = (OPTIONS | ON_TORCH)[name]
     if exact_normaliser and hasattr(config, "delta"):
         config = dataclasses.replace(config, delta=1e-30)
     return build_attention(
@@ -120,7 +127,9 @@ def test_every_mechanism_has_a_yaml_of_its_name_and_every_yaml_a_mechanism():
     assert set(load_mechanisms()) <= set(NAMES)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [*NAMES, *(pytest.param(name, marks=pytest.mark.slow) for name in ON_TORCH)]
+)
 class TestContract:
     @pytest.mark.parametrize("causal", [True, False])
     @pytest.mark.parametrize("length", LENGTHS)
