@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from slayformer.errors import UserError, nearest
+from slayformer.errors import ConfigError, UserError, nearest
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -110,7 +110,25 @@ def compose(
             os.environ["HYDRA_FULL_ERROR"] = previous[1]
     if not composed:
         sys.exit(0)
+    _refuse_without_effect(composed[0], arguments)
     return composed[0]
+
+
+def _refuse_without_effect(composed: DictConfig, arguments: list[str]) -> None:
+    """Raise ConfigError for an option of the mechanism in `arguments` that it does not use."""
+    from omegaconf import OmegaConf
+
+    prefix = "attention."
+    given = dict(a.lstrip("+").split("=", 1) for a in arguments if a.lstrip("+").startswith(prefix))
+    if not given:
+        return
+    from slayformer.config_loading import load_attention_config
+
+    unused = load_attention_config(OmegaConf.to_container(composed.attention)).without_effect()
+    for key, value in given.items():
+        if key.removeprefix(prefix) in unused:
+            hint = f"has no effect with {unused[key.removeprefix(prefix)]}"
+            raise ConfigError(key, value, hint)
 
 
 def quoted(value: str) -> str:

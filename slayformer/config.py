@@ -60,6 +60,10 @@ class AttentionConfig:
     def check(self) -> None:
         """Raise ConfigError if the options cannot work together."""
 
+    def without_effect(self) -> dict[str, str]:
+        """Return the options that do nothing here, each with the choice that makes it so."""
+        return {}
+
 
 @dataclass
 class ModelConfig:

@@ -98,6 +98,30 @@ class SlayConfig(AttentionConfig):
             hint = "needs features that are never negative beside the exact kernel"
             raise ConfigError("attention.local", self.local, hint)
 
+    def without_effect(self) -> dict[str, str]:
+        """Return the options that do nothing here, each with the choice that makes it so."""
+        polynomial, fusion = f"polynomial={self.polynomial}", f"fusion={self.fusion}"
+        unused: dict[str, str] = {}
+        if self.polynomial != "anchor":
+            unused["anchor_scale"] = polynomial
+        if self.polynomial != "learned_quadratic":
+            unused["block_width"] = polynomial
+        if self.polynomial == "exact":
+            unused["polynomial_features"] = polynomial
+        if self.fusion == "laplace_only":
+            for name in ("polynomial", "polynomial_features", "anchor_scale", "block_width"):
+                unused[name] = fusion
+        if self.fusion == "polynomial_only":
+            for name in ("exponential_features", "random_features", "quadrature", "nodes"):
+                unused[name] = fusion
+            if self.polynomial in ("exact", "learned_quadratic"):
+                unused["trainable"] = f"{fusion} and {polynomial}"
+        if self.local == "none":
+            unused |= dict.fromkeys(("local_size", "far_scale"), "local=none")
+        if self.is_positive():
+            unused["denominator"] = "features that are never negative"
+        return unused
+
     def is_positive(self) -> bool:
         """Return whether no score can be negative."""
         if self.fusion == "laplace_only":
