@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from slayformer.errors import ConfigError, UserError, nearest
+from slayformer.errors import UserError, nearest
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -122,13 +122,10 @@ def _refuse_without_effect(composed: DictConfig, arguments: list[str]) -> None:
     given = dict(a.lstrip("+").split("=", 1) for a in arguments if a.lstrip("+").startswith(prefix))
     if not given:
         return
-    from slayformer.config_loading import load_attention_config
+    from slayformer.config_loading import load_attention_config, refuse_without_effect
 
-    unused = load_attention_config(OmegaConf.to_container(composed.attention)).without_effect()
-    for key, value in given.items():
-        if key.removeprefix(prefix) in unused:
-            hint = f"has no effect with {unused[key.removeprefix(prefix)]}"
-            raise ConfigError(key, value, hint)
+    config = load_attention_config(OmegaConf.to_container(composed.attention))
+    refuse_without_effect(config, {k.removeprefix(prefix): v for k, v in given.items()})
 
 
 def quoted(value: str) -> str:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import re
 import typing
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from slayformer.config import RecallConfig, TrainConfig
+from slayformer.config import AttentionConfig, RecallConfig, TrainConfig
 from slayformer.config_checks import check_fields, validate
 from slayformer.errors import ConfigError, nearest
 
@@ -59,6 +60,14 @@ def load_attention_config(options: Any) -> Any:
         raise ConfigError("attention.backend", config.backend, hint)
     config.check()
     return config
+
+
+def refuse_without_effect(config: AttentionConfig, given: Mapping[str, Any]) -> None:
+    """Raise ConfigError for an option `given` by the user that `config`'s mechanism ignores."""
+    unused = config.without_effect()
+    for name in given.keys() & unused.keys():
+        hint = f"has no effect with {unused[name]}"
+        raise ConfigError(f"attention.{name}", given[name], hint)
 
 
 def to_plain(config: Any) -> dict[str, Any]:

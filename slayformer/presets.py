@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import OmegaConf
 
 from slayformer.config import AttentionConfig
-from slayformer.config_loading import load_attention_config
+from slayformer.config_loading import load_attention_config, refuse_without_effect
 from slayformer.errors import ConfigError, nearest
 from slayformer.registry import build_attention
 
@@ -33,7 +33,9 @@ def load_preset(name: str, **options: Any) -> AttentionConfig:
     """
     if name not in preset_names():
         raise ConfigError("attention", name, nearest(name, preset_names()))
-    return load_attention_config(_read(name) | options)
+    config = load_attention_config(_read(name) | options)
+    refuse_without_effect(config, options)
+    return config
 
 
 def make_attention(

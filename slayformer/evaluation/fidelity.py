@@ -15,18 +15,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from omegaconf import OmegaConf
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from slayformer.attention.base import Attention
 from slayformer.attention.linear import LinearAttention
 from slayformer.baselines.uniform import UniformConfig
-from slayformer.cli import CONFIGURATIONS
 from slayformer.config import AttentionConfig
-from slayformer.config_loading import load_attention_config
 from slayformer.data.loader import Batch
-from slayformer.errors import ConfigError, nearest
 from slayformer.evaluation.attention_sample import (
     COSINES,
     Sample,
@@ -97,27 +93,6 @@ class Measurement:
     normaliser_histogram: np.ndarray
     score_curve: Curve
     exact_curve: Curve
-
-
-def option_names() -> list[str]:
-    """Return the names of all mechanisms: the files in configs/attention."""
-    return sorted(path.stem for path in (CONFIGURATIONS / "attention").glob("*.yaml"))
-
-
-def load_options(names: Iterable[str]) -> list[AttentionConfig]:
-    """Return the options that configs/attention/<name>.yaml holds, for each name.
-
-    Raises ConfigError for a name without a file.
-    """
-    from hydra import compose, initialize_config_dir
-
-    names, known = list(names), option_names()
-    for name in names:
-        if name not in known:
-            raise ConfigError("attention", name, nearest(name, known))
-    with initialize_config_dir(str(CONFIGURATIONS / "attention"), version_base="1.3"):
-        composed = [OmegaConf.to_container(compose(name)) for name in names]
-    return [load_attention_config(options) for options in composed]
 
 
 def with_uniform(options: Sequence[AttentionConfig]) -> list[AttentionConfig]:

@@ -29,13 +29,12 @@ from slayformer.evaluation.fidelity import (
     UNIFORM,
     Measurement,
     Spread,
-    load_options,
     measure,
     measure_model,
-    option_names,
     with_uniform,
 )
 from slayformer.evaluation.inspection_figure import draw
+from slayformer.presets import load_preset, preset_names
 
 RANDOM_DEFAULTS: dict[str, Any] = {"attention": ["slay"], "head_dim": [64, 32], "length": 256}
 
@@ -92,7 +91,7 @@ def read_config(composed: DictConfig) -> InspectConfig:
     """
     for key in ("attention", "head_dim"):
         if isinstance(composed.get(key), str | int | float):
-            composed[key] = option_names() if composed[key] == "all" else [composed[key]]
+            composed[key] = preset_names() if composed[key] == "all" else [composed[key]]
     config: InspectConfig = load_config(composed, InspectConfig)
     for key in ("attention", "head_dim"):
         values = getattr(config, key)
@@ -146,7 +145,7 @@ def _inspect_random(config: InspectConfig, directory: Path) -> tuple[list[Measur
     assert config.attention is not None
     assert config.head_dim is not None
     assert config.length is not None
-    options = with_uniform(load_options(config.attention))
+    options = with_uniform([load_preset(name) for name in config.attention])
     _make(directory)
     rows = []
     total = len(config.head_dim) * len(options) * config.seeds

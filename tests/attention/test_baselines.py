@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 from torch import Tensor
 
-from slayformer.config_loading import load_attention_config
+from slayformer.presets import load_preset
 from slayformer.registry import build_attention
 
-CONFIGS = Path(__file__).parents[2] / "configs" / "attention"
 LENGTH, HEADS, WIDTH, MAXIMUM = 65, 2, 16, 200
 
 
 def build(name: str, **changes):
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        plain = OmegaConf.to_container(compose(name))
-    config = load_attention_config({**plain, **changes})  # type: ignore[dict-item]
+    config = load_preset(name, **changes)
     return build_attention(
         config, num_heads=HEADS, head_dim=WIDTH, max_sequence_length=MAXIMUM, seed=3
     )

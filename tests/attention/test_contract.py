@@ -9,35 +9,25 @@ from __future__ import annotations
 
 import dataclasses
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 from torch import Tensor
 
 from slayformer.attention.base import Attention
 from slayformer.attention.linear import CHUNK, LinearAttention
 from slayformer.attention.quadratic import QuadraticAttention
-from slayformer.config_loading import load_attention_config
+from slayformer.presets import load_preset, preset_names
 from slayformer.registry import build_attention, load_mechanisms
 
-CONFIGS = Path(__file__).parents[2] / "configs" / "attention"
 LENGTHS: list[Any] = [1, 2, 7, 8, 15, 17, 63, 64, 65, 127, 129, 257]
 LENGTHS += [pytest.param(1000, marks=pytest.mark.slow)]
 HEADS, WIDTH = 2, 16
-NAMES = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
+NAMES = preset_names()
 
 
-def options(name: str) -> Any:
-    """Return the options in configs/attention/`name`.yaml, its defaults list followed."""
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        return load_attention_config(OmegaConf.to_container(compose(name)))
-
-
-OPTIONS = {name: options(name) for name in NAMES}
+OPTIONS: dict[str, Any] = {name: load_preset(name) for name in NAMES}
 # where there is a compiler, `auto` takes its engine in half precision and fp32: then all of it on
 # the walk of torch too
 ON_TORCH = {

@@ -22,20 +22,17 @@ from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 from torch import Tensor
 
 from slayformer.attention import backends
 from slayformer.attention.backends import build, cpu, engine
 from slayformer.attention.features import Dense, Kronecker
 from slayformer.attention.linear import LinearAttention
-from slayformer.config_loading import load_attention_config
 from slayformer.errors import ConfigError
+from slayformer.presets import load_preset
 from slayformer.registry import build_attention
 
 ROOT = Path(__file__).parents[2]
-CONFIGS = ROOT / "configs" / "attention"
 HEADS, WIDTH = 2, 16
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 5e-3}
 
@@ -73,9 +70,7 @@ LENGTHS += [pytest.param(length, marks=pytest.mark.slow) for length in (4097, 65
 def make(case: str, backend: str, **sizes: int) -> LinearAttention:
     """Return the mechanism of a case, its parameters moved off their starts."""
     name, changes = (CASES | MORE_CASES)[case]
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        config = load_attention_config(OmegaConf.to_container(compose(name)))
-    config = dataclasses.replace(config, backend=backend, **changes)
+    config = load_preset(name, backend=backend, **changes)
     heads, width = sizes.get("num_heads", HEADS), sizes.get("head_dim", WIDTH)
     attention = build_attention(
         config, num_heads=heads, head_dim=width, max_sequence_length=70_000, seed=7
@@ -301,8 +296,8 @@ def test_a_map_it_does_not_know_runs_on_torch(monkeypatch: pytest.MonkeyPatch) -
 
 def test_quadratic_mechanisms_refuse_it() -> None:
     with pytest.raises(ConfigError, match=r"attention\.backend=cpu: softmax .* auto, torch"):
-        load_attention_config({"name": "softmax", "backend": "cpu"})
-    assert load_attention_config({"name": "softmax", "backend": "torch"}).backend == "torch"
+        load_preset("softmax", backend="cpu")
+    assert load_preset("softmax", backend="torch").backend == "torch"
 
 
 @pytest.fixture

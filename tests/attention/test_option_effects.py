@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 
 from slayformer.cli import compose as compose_command
 from slayformer.config import AttentionConfig
-from slayformer.config_loading import load_attention_config
 from slayformer.errors import ConfigError
+from slayformer.presets import load_preset, preset_names
 from slayformer.registry import build_attention
 
-CONFIGS = Path(__file__).parents[2] / "configs" / "attention"
-NAMES = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 COMMON = {field.name for field in dataclasses.fields(AttentionConfig)}
 # options of slay that change which others matter
 SLAY_CHOICES: list[dict[str, Any]] = [
@@ -28,14 +23,9 @@ SLAY_CHOICES: list[dict[str, Any]] = [
     {"polynomial": "tensor_sketch", "fusion": "sketch", "sketch_features": 9},
     {"fusion": "laplace_only", "local": "chunk"},
 ]
-CASES: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in NAMES] + [
+CASES: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in preset_names()] + [
     ("slay", changes) for changes in SLAY_CHOICES
 ]
-
-
-def load(name: str) -> Any:
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        return load_attention_config(OmegaConf.to_container(compose(name)))
 
 
 def others(field: dataclasses.Field, value: Any) -> list[Any]:
@@ -74,8 +64,7 @@ def differ(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
 
 @pytest.mark.parametrize(("name", "changes"), CASES, ids=str)
 def test_every_option_matters_or_is_named_as_unused(name: str, changes: dict[str, Any]) -> None:
-    config = dataclasses.replace(load(name), **changes)
-    config.check()
+    config = load_preset(name, **changes)
     reference = fingerprint(config)
     assert not differ(reference, fingerprint(config))
     unused = config.without_effect()

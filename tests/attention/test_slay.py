@@ -13,25 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 from torch import Tensor
 
 from slayformer.attention.slay import SlayAttention, SlayConfig
-from slayformer.config_loading import load_attention_config
+from slayformer.presets import load_preset
 
-CONFIGS = Path(__file__).parents[2] / "configs" / "attention"
-
-
-def options(name: str = "slay", **changes: Any) -> SlayConfig:
-    """Return the options of configs/attention/`name`.yaml with `changes`."""
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        plain = OmegaConf.to_container(compose(name))
-    assert isinstance(plain, dict)
-    return load_attention_config({**plain, **changes})
-
-
-PAPER = options()
+PAPER: Any = load_preset("slay")
 
 
 def build(config: SlayConfig = PAPER, *, heads: int = 2, width: int = 32, seed: int = 5):
@@ -65,7 +52,9 @@ def naive_attention(attention: SlayAttention, q: Tensor, k: Tensor, v: Tensor) -
     return kernel @ v / (kernel.sum(-1, keepdim=True) + attention.config.delta)
 
 
-SMALL = options(nodes=1, polynomial_features=3, exponential_features=5, epsilon=0.1, delta=1e-4)
+SMALL: Any = load_preset(
+    "slay", nodes=1, polynomial_features=3, exponential_features=5, epsilon=0.1, delta=1e-4
+)
 
 
 @pytest.mark.parametrize("length", [1, 63, 65, 1000])

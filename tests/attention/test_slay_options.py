@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 from torch import Tensor
 
 from slayformer.attention.slay import SlayAttention, SlayConfig
 from slayformer.config_loading import load_attention_config
 from slayformer.errors import ConfigError
+from slayformer.presets import load_preset
 
-CONFIGS = Path(__file__).parents[2] / "configs" / "attention"
-with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-    PAPER: Any = OmegaConf.to_container(compose("slay"))
+PAPER = dataclasses.asdict(load_preset("slay"))
 
 CHOICES: dict[str, list[Any]] = {
     "polynomial": [

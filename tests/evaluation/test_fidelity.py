@@ -13,7 +13,6 @@ from torch import Tensor
 from slayformer.attention.linear import LinearAttention
 from slayformer.config import ModelConfig
 from slayformer.data.loader import Batch
-from slayformer.errors import ConfigError
 from slayformer.evaluation.attention_sample import (
     COSINES,
     EXACT,
@@ -30,17 +29,16 @@ from slayformer.evaluation.fidelity import (
     UNIFORM,
     Measurement,
     Tally,
-    load_options,
     measure,
     measure_model,
-    option_names,
 )
 from slayformer.model.gpt2 import GPT2
+from slayformer.presets import load_preset, preset_names
 from slayformer.registry import build_attention
 
 GUIDE = Path(__file__).parents[2] / "docs" / "choosing_a_mechanism.md"
-NAMES = option_names()
-OPTIONS = dict(zip(NAMES, load_options(NAMES), strict=True))
+NAMES = preset_names()
+OPTIONS = {name: load_preset(name) for name in NAMES}
 
 
 def row(*numbers: float) -> Tensor:
@@ -236,11 +234,6 @@ def test_vectors_of_a_layer_are_those_the_model_attends_with() -> None:
     # nothing is left behind
     model(window.ids_BT)
     assert len(samples) == 2
-
-
-def test_an_unknown_option_is_refused() -> None:
-    with pytest.raises(ConfigError, match="attention=sley: did you mean slay"):
-        load_options(["slay", "sley"])
 
 
 def guide_rows() -> dict[str, list[str]]:

@@ -11,8 +11,8 @@ from matplotlib.image import imread
 from omegaconf import OmegaConf
 
 from slayformer.errors import CheckpointError, ConfigError
-from slayformer.evaluation.fidelity import option_names
 from slayformer.evaluation.inspection import InspectConfig, read_config, run
+from slayformer.presets import preset_names
 
 SCRIPT = "scripts/inspect_attention.py"
 NULL = {"attention": None, "checkpoint": None, "head_dim": None, "length": None}
@@ -73,7 +73,7 @@ def test_the_command(tmp_path: Path, run_command: Any) -> None:
     lines = finished.stdout.splitlines()
     assert max(map(len, lines[1:])) <= 80
     shown = [line.split()[0] for line in lines if line]
-    assert [name for name in shown if name in option_names()] == option_names()
+    assert [name for name in shown if name in preset_names()] == preset_names()
     for name in ("table.md", "table.json", "attention.png"):
         assert f"shown/{name}" in lines
     check_picture(tmp_path / "shown" / "attention.png")
@@ -109,7 +109,7 @@ def test_a_checkpoint(tmp_path: Path, tiny_run: Path, capsys: pytest.CaptureFixt
 def test_defaults_and_lists() -> None:
     default = request()
     assert (default.attention, default.head_dim, default.length) == (["slay"], [64, 32], 256)
-    assert request(attention="all").attention == option_names()
+    assert request(attention="all").attention == preset_names()
     one = request(attention="softmax", head_dim=16)
     assert (one.attention, one.head_dim) == (["softmax"], [16])
 

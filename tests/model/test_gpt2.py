@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 
 from slayformer.config import ModelConfig
-from slayformer.config_loading import load_attention_config
 from slayformer.huggingface.gpt2_weights import load_gpt2_weights
 from slayformer.model.gpt2 import GPT2
+from slayformer.presets import load_preset, preset_names
 
 SHAPE = ModelConfig(
     layers=3, heads=4, width=48, context_length=96, mlp_ratio=4, dropout=0.0, vocabulary_multiple=64
 )
-CONFIGS = Path(__file__).parents[2] / "configs" / "attention"
 # signed maps amplify rounding; tests/attention measures them with the slack they need
 SIGNED = {"slay_nystrom", "slay_random_maclaurin", "slay_tensor_sketch"}
-NAMES = sorted({path.stem for path in CONFIGS.glob("*.yaml")} - SIGNED)
+NAMES = sorted({*preset_names()} - SIGNED)
 
 CASES = [(name, 0) for name in NAMES] + [(name, 4) for name in ("softmax", "slay", "slay_best")]
 
@@ -29,10 +25,8 @@ CASES = [(name, 0) for name in NAMES] + [(name, 4) for name in ("softmax", "slay
 def build(
     name: str, *, vocabulary_size: int = 301, seed: int = 0, short_convolution: int = 0
 ) -> GPT2:
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        config = load_attention_config(OmegaConf.to_container(compose(name)))
     shape = dataclasses.replace(SHAPE, short_convolution=short_convolution)
-    model = GPT2(shape, config, vocabulary_size=vocabulary_size, seed=seed).eval()
+    model = GPT2(shape, load_preset(name), vocabulary_size=vocabulary_size, seed=seed).eval()
     for name, parameter in model.named_parameters():
         if "convolution" in name:
             # away from the identity it starts as
