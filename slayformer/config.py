@@ -145,7 +145,8 @@ class BatchConfig:
     """Samples (windows) per optimizer update; exactly one of the two sizes is set.
 
     `micro_samples` is the most a device holds in one forward pass; accumulation follows from it.
-    The ramp counts in the unit of the size that is set: per update or per device.
+    The ramp counts in the unit of the size that is set: per update or per device. Devices that
+    share their sequences (`engine.context_parallel`) count as one.
     """
 
     micro_samples: int = positive()
@@ -209,6 +210,9 @@ class EngineConfig:
 
     bf16 and fp16 are for matrix products: weights, gradients, their sums and AdamW stay fp32. fp16
     scales the loss dynamically and is for GPUs without bf16.
+
+    With `context_parallel` N every N consecutive ranks hold their sequences together, each 1/N of
+    the tokens; groups of N are data parallel, and ZeRO shards over all ranks.
     """
 
     zero_stage: int = one_of(0, 1, 2, 3)
@@ -220,6 +224,8 @@ class EngineConfig:
     # for the hours in the plan: A100, H100, … (null: the device found), and the share of its peak
     planned_device: str | None = None
     planned_utilisation: float = share(0.4)
+    # devices that share a sequence; linear mechanisms only
+    context_parallel: int = positive(1)
 
 
 @dataclass

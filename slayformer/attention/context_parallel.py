@@ -23,8 +23,12 @@ from torch.utils.checkpoint import checkpoint
 
 from slayformer.attention.base import Attention, Place, accumulation_dtype, token_positions
 from slayformer.attention.linear import LinearAttention, LinearState, RecentKeys
+from slayformer.config import ModelConfig
 from slayformer.errors import ConfigError
 from slayformer.model.short_convolution import ConvolutionState, ShortConvolution
+from slayformer.registry import build_attention
+
+FIELD = "engine.context_parallel"
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,53 @@ class Stretch:
         return self.documents_BS[:, index]
 
 
+def check_context_parallel(model: ModelConfig, options: Any, ranks: int) -> None:
+    """Raise ConfigError unless `ranks` can share the context of `model`, attention by `options`."""
+    if ranks == 1:
+        return
+    length = model.context_length
+    if ranks > length:
+        hint = f"each needs a token of model.context_length={length}; use at most {length}"
+        raise ConfigError(FIELD, ranks, hint)
+    with torch.device("meta"):
+        attention = build_attention(
+            options,
+            num_heads=model.heads,
+            head_dim=model.width // model.heads,
+            max_sequence_length=length,
+            seed=0,
+        )
+    shortest = length // ranks
+    _check_long_enough(shortest, _linear(attention, ranks).local_size, NEAR_PAIRS, ranks)
+    _check_long_enough(shortest, model.short_convolution - 1, CONVOLUTION, ranks)
+
+
+def _linear(attention: Attention, ranks: int) -> LinearAttention:
+    """Return `attention` if it is linear; raises ConfigError with the reason it must be."""
+    if isinstance(attention, LinearAttention):
+        return attention
+    hint = (
+        f"{attention.config.name} compares all pairs of tokens and has no state to hand on; use a "
+        f"linear mechanism, such as attention=slay_best, or {FIELD}=1"
+    )
+    raise ConfigError(FIELD, ranks, hint)
+
+
+# what reaches back over a cut, as a user knows it
+NEAR_PAIRS, CONVOLUTION = "its near pairs", "model.short_convolution"
+
+
+def _check_long_enough(length: int, reach: int, who: str, ranks: int) -> None:
+    """Raise ConfigError for a stretch shorter than what reaches back into the one before."""
+    if length >= reach:
+        return
+    hint = (
+        f"leaves a device {length} tokens, fewer than the {reach} that {who} reach back; use a "
+        f"smaller number or a longer context"
+    )
+    raise ConfigError(FIELD, ranks, hint)
+
+
 def make_stretch(
     group: Any,
     batch_size: int,
@@ -68,18 +119,17 @@ def make_stretch(
     device: torch.device | str,
 ) -> Stretch:
     """Return this rank's stretch of `length` tokens; every rank of `group` calls it."""
-    ids_BT = document_ids_BT
-    if ids_BT is None:
-        ids_BT = torch.zeros(batch_size, length, dtype=torch.long, device=device)
     lengths = [0] * dist.get_world_size(group)
     dist.all_gather_object(lengths, length, group=group)
-    # stretches may differ by a few tokens: gather them padded to the longest
-    padded = torch.nn.functional.pad(ids_BT, (0, max(lengths) - length))
-    gathered = [torch.empty_like(padded) for _ in lengths]
-    dist.all_gather(gathered, padded.contiguous(), group=group)
-    documents_BS = torch.cat(
-        [one[:, :size] for one, size in zip(gathered, lengths, strict=True)], dim=1
-    )
+    if document_ids_BT is None:
+        documents_BS = torch.zeros(batch_size, sum(lengths), dtype=torch.long, device=device)
+    else:
+        # stretches may differ by a few tokens: gather them padded to the longest
+        padded = torch.nn.functional.pad(document_ids_BT, (0, max(lengths) - length))
+        gathered = [torch.empty_like(padded) for _ in lengths]
+        dist.all_gather(gathered, padded.contiguous(), group=group)
+        pieces = [one[:, :size] for one, size in zip(gathered, lengths, strict=True)]
+        documents_BS = torch.cat(pieces, dim=1)
     positions_BS = token_positions(
         torch.ones_like(documents_BS, dtype=torch.bool),
         documents_BS,
@@ -101,13 +151,9 @@ def attend(
     near pairs reach back.
     """
     ranks = len(stretch.stops)
-    if not isinstance(attention, LinearAttention):
-        hint = f"{attention.config.name} compares all pairs of tokens; a linear mechanism is needed"
-        raise ConfigError("engine.context_parallel", ranks, hint)
+    attention = _linear(attention, ranks)
     reach = attention.local_size
-    if reach > stretch.length:
-        hint = f"leaves {stretch.length} tokens for a rank, fewer than attention.local_size={reach}"
-        raise ConfigError("engine.context_parallel", ranks, hint)
+    _check_long_enough(stretch.length, reach, NEAR_PAIRS, ranks)
     recent = _recent_keys(attention, k_BHTD, v_BHTE, stretch)
     own_BHMN = _sum_of_keys(attention, recent, k_BHTD, v_BHTE, stretch)
     memory_BHMN = _sum_of_earlier(own_BHMN, stretch, reach)
@@ -133,9 +179,7 @@ def convolve(convolution: ShortConvolution, x_BTC: Tensor, stretch: Stretch) -> 
     Raises ConfigError for a stretch shorter than the inputs that it reaches back.
     """
     reach, start = convolution.width - 1, stretch.start
-    if reach > stretch.length:
-        hint = f"leaves {stretch.length} tokens for a rank, fewer than the convolution reaches back"
-        raise ConfigError("engine.context_parallel", len(stretch.stops), hint)
+    _check_long_enough(stretch.length, reach, CONVOLUTION, len(stretch.stops))
     before = convolution.init_state(x_BTC.shape[0], x_BTC.device)
     ends_BKC = _end_of_stretch_before(x_BTC[:, stretch.length - reach :], stretch)
     documents_BK = before.documents_BK
@@ -204,8 +248,11 @@ def _sum_of_keys(
         starts = range(0, stretch.length, attention.chunk)
         spans = [slice(s, min(s + attention.chunk, stretch.length)) for s in starts]
         # the features of one chunk at a time: they are what is large
-        parts = [checkpoint(part, span, k, v, *tensors, use_reentrant=False) for span in spans]
-    return torch.stack(parts).sum(dim=0)
+        first, *others = spans
+        total = checkpoint(part, first, k, v, *tensors, use_reentrant=False)
+        for span in others:
+            total = total + checkpoint(part, span, k, v, *tensors, use_reentrant=False)
+    return total
 
 
 def _sum_of_earlier(own_BHMN: Tensor, stretch: Stretch, reach: int) -> Tensor:

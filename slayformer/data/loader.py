@@ -28,6 +28,11 @@ class Batch:
     document_ids_BT: torch.Tensor | None = None
     position_ids_BT: torch.Tensor | None = None
 
+    def stretch(self, span: slice) -> Batch:
+        """Return the tokens `span` of every sample."""
+        parts = (self.ids_BT, self.targets_BT, self.document_ids_BT, self.position_ids_BT)
+        return Batch(*(None if part is None else part[:, span] for part in parts))  # type: ignore[arg-type]
+
 
 class WindowLoader:
     """Samples of `context_length` tokens and their successors.

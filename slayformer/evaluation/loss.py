@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from slayformer.errors import DataError
-from slayformer.training.distributed import rank, sum_over_ranks, world_size
+from slayformer.training import distributed
 from slayformer.training.objective import IGNORE_INDEX
 
 if TYPE_CHECKING:
@@ -83,11 +83,12 @@ def score(
 ) -> LossTotals:
     """Return the totals of windows 0 … `windows` - 1, the same on every rank.
 
-    `byte_lengths[id]` is the UTF-8 length of a token. Rank r takes windows r, r + world size, …
-    and every rank runs the same number of forward passes: one that has run out repeats window 0
-    with no target, because sharded weights are gathered by all ranks together. Sums are fp64, so
-    neither `batch_samples` nor the world size matters beyond rounding. `progress` is called with
-    the number of windows just scored, over all ranks.
+    `byte_lengths[id]` is the UTF-8 length of a token. Of N data-parallel ranks, r takes windows r,
+    r + N, … (the ranks of a context-parallel group their stretches of them), and every rank runs
+    the same number of forward passes: one that has run out repeats window 0 with no target, because
+    sharded weights are gathered by all ranks together. Sums are fp64, so neither `batch_samples`
+    nor the world size matters beyond rounding. `progress` is called with the number of windows just
+    scored, over all ranks.
 
     Raises DataError if the loader has fewer windows, or none is asked for.
     """
@@ -100,28 +101,29 @@ def score(
     length = loader.context_length
     byte_count = torch.zeros(1, dtype=torch.float64)
     nats_T, tokens_T = (torch.zeros(length, dtype=torch.float64) for _ in range(2))
-    stride = world_size() * batch_samples
+    own, groups = distributed.own_stretch(length), distributed.data_world_size()
+    stride = groups * batch_samples
     was_training = objective.training
     objective.eval()
     try:
         for start in range(0, windows, stride):
             stop = min(start + stride, windows)
-            mine = list(range(start + rank(), stop, world_size()))
-            batch = loader.batch(mine or [0])
+            mine = list(range(start + distributed.data_rank(), stop, groups))
+            batch = loader.batch(mine or [0]).stretch(own)
             targets_BT = batch.targets_BT
             if not mine:
                 targets_BT = torch.full_like(targets_BT, IGNORE_INDEX)
             inputs = (batch.ids_BT, targets_BT, batch.document_ids_BT, batch.position_ids_BT)
             nats_BT = objective(*(None if part is None else part.to(device) for part in inputs))
             scored_BT = targets_BT != IGNORE_INDEX
-            nats_T += nats_BT.sum(dim=0, dtype=torch.float64).cpu()
-            tokens_T += scored_BT.sum(dim=0)
+            nats_T[own] += nats_BT.sum(dim=0, dtype=torch.float64).cpu()
+            tokens_T[own] += scored_BT.sum(dim=0)
             byte_count += bytes_of_id[targets_BT[scored_BT]].sum()
             if progress is not None:
                 progress(stop - start)
     finally:
         objective.train(was_training)
-    totals = sum_over_ranks(torch.cat([byte_count, nats_T, tokens_T]))
+    totals = distributed.sum_over_ranks(torch.cat([byte_count, nats_T, tokens_T]))
     byte_count, nats_T, tokens_T = totals.split([1, length, length])
     return LossTotals(
         nats=nats_T.sum().item(),

@@ -51,8 +51,15 @@ class Plan:
     updates: int
     context_length: int
     world_size: int
+    # how many of the devices hold a sample together
+    context_parallel: int
     micro_samples: int
     segments: tuple[Segment, ...]
+
+    @property
+    def data_parallel(self) -> int:
+        """How many devices, or groups of them, have samples of their own."""
+        return self.world_size // self.context_parallel
 
     def samples_at(self, update: int) -> int:
         """Return how many samples have been seen before `update` (all of them at `updates`)."""
@@ -74,13 +81,13 @@ class Plan:
         return range(self.samples_at(update), self.samples_at(update + 1))
 
     def micro_batches(self, update: int, rank: int) -> list[MicroBatch]:
-        """Return the forward passes of `rank` in `update`.
+        """Return the forward passes of data-parallel `rank` in `update`.
 
         Every rank has as many passes of the same size; what is not there is padding, so no
         collective waits in vain and the samples of an update do not depend on the world size.
         """
         samples = self.samples_of(update)
-        share = math.ceil(len(samples) / self.world_size)
+        share = math.ceil(len(samples) / self.data_parallel)
         passes = []
         for start in range(0, share, self.micro_samples):
             size = min(self.micro_samples, share - start)
@@ -110,9 +117,11 @@ def parameter_counts(model: ModelConfig, vocabulary_size: int) -> ParameterCount
 def make_plan(config: TrainConfig, vocabulary_size: int, world_size: int) -> Plan:
     """Return the plan of `config` on `world_size` devices.
 
-    Raises ConfigError for a batch the devices cannot share evenly, naming the nearest that work.
+    Raises ConfigError for a batch or a context the devices cannot share evenly, naming the nearest
+    that work.
     """
-    full, start, increment = _batch_sizes(config.batch, world_size)
+    groups = _data_parallel(config.engine.context_parallel, world_size)
+    full, start, increment = _batch_sizes(config.batch, groups)
     counts = parameter_counts(config.model, vocabulary_size)
     sizes = _size_steps(config.batch, full, start, increment)
     context_length, budget = config.model.context_length, config.budget
@@ -130,7 +139,7 @@ def make_plan(config: TrainConfig, vocabulary_size: int, world_size: int) -> Pla
             counted = getattr(counts, budget.parameters)
             tokens = math.ceil(budget.tokens_per_parameter * counted)
         samples = math.ceil(tokens / context_length)
-    segments = _segments(samples, sizes, world_size, config.batch.micro_samples)
+    segments = _segments(samples, sizes, groups, config.batch.micro_samples)
     return Plan(
         parameters=counts,
         tokens=tokens,
@@ -138,33 +147,49 @@ def make_plan(config: TrainConfig, vocabulary_size: int, world_size: int) -> Pla
         updates=sum(segment.updates for segment in segments),
         context_length=context_length,
         world_size=world_size,
+        context_parallel=config.engine.context_parallel,
         micro_samples=config.batch.micro_samples,
         segments=segments,
     )
 
 
-def _batch_sizes(batch: BatchConfig, world_size: int) -> tuple[int, int, int]:
+def _data_parallel(context_parallel: int, world_size: int) -> int:
+    """Return how many groups of `context_parallel` devices there are."""
+    if world_size % context_parallel == 0:
+        return world_size // context_parallel
+    field = "engine.context_parallel"
+    if context_parallel > world_size:
+        hint = f"needs as many processes or a multiple, and WORLD_SIZE tells of {world_size:,}"
+        raise ConfigError(field, context_parallel, hint)
+    divisors = [str(n) for n in range(1, world_size + 1) if world_size % n == 0]
+    hint = f"must divide the {world_size:,} processes; use one of {', '.join(divisors)}"
+    raise ConfigError(field, context_parallel, hint)
+
+
+def _batch_sizes(batch: BatchConfig, groups: int) -> tuple[int, int, int]:
     """Return full size, first size and increment in samples per update over all devices."""
     ramp = batch.ramp
     if batch.samples_per_device is not None:
-        full = batch.samples_per_device * world_size
+        full = batch.samples_per_device * groups
         if ramp is None:
             return full, full, 0
-        return full, ramp.start_samples * world_size, ramp.increment_samples * world_size
+        return full, ramp.start_samples * groups, ramp.increment_samples * groups
     assert batch.samples_per_update is not None
-    _must_divide("batch.samples_per_update", batch.samples_per_update, world_size)
+    _must_divide("batch.samples_per_update", batch.samples_per_update, groups)
     if ramp is None:
         return batch.samples_per_update, batch.samples_per_update, 0
-    _must_divide("batch.ramp.start_samples", ramp.start_samples, world_size)
-    _must_divide("batch.ramp.increment_samples", ramp.increment_samples, world_size)
+    _must_divide("batch.ramp.start_samples", ramp.start_samples, groups)
+    _must_divide("batch.ramp.increment_samples", ramp.increment_samples, groups)
     return batch.samples_per_update, ramp.start_samples, ramp.increment_samples
 
 
-def _must_divide(field: str, value: int, world_size: int) -> None:
-    if value % world_size:
-        below = value // world_size * world_size
-        near = " or ".join(str(v) for v in (below, below + world_size) if v > 0)
-        raise ConfigError(field, value, f"{world_size} devices must share it evenly; use {near}")
+def _must_divide(field: str, value: int, groups: int) -> None:
+    if value % groups:
+        below = value // groups * groups
+        near = " or ".join(str(v) for v in (below, below + groups) if v > 0)
+        raise ConfigError(
+            field, value, f"{groups} data-parallel devices must share it evenly; use {near}"
+        )
 
 
 def _size_steps(batch: BatchConfig, full: int, start: int, increment: int) -> list[tuple[int, int]]:
@@ -206,7 +231,7 @@ def _samples_in(updates: int, sizes: list[tuple[int, int]]) -> int:
 
 
 def _segments(
-    samples: int, sizes: list[tuple[int, int]], world_size: int, micro_samples: int
+    samples: int, sizes: list[tuple[int, int]], groups: int, micro_samples: int
 ) -> tuple[Segment, ...]:
     """Cut `samples` into stretches of updates of equal size; the last update may be partial."""
     segments, seen = [], 0
@@ -216,7 +241,7 @@ def _segments(
         updates = math.ceil((samples - seen) / size)
         if index + 1 < len(sizes):
             updates = min(updates, sizes[index + 1][0] - first)
-        accumulation = math.ceil(size / world_size / micro_samples)
+        accumulation = math.ceil(size / groups / micro_samples)
         segments.append(Segment(first, updates, seen, size, accumulation))
         seen += updates * size
     return tuple(segments)

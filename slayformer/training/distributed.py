@@ -24,6 +24,9 @@ LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER
 CONTROL_TIMEOUT = timedelta(days=7)
 
 _control_group: dist.ProcessGroup | None = None
+# how many consecutive ranks hold a sequence together, and their groups by that number
+_context_ranks = 1
+_context_groups: dict[int, dist.ProcessGroup] = {}
 
 
 def launched() -> bool:
@@ -72,8 +75,9 @@ def _share_cores() -> None:
 
 
 def _shut_down() -> None:
-    global _control_group
-    _control_group = None
+    global _control_group, _context_ranks
+    _control_group, _context_ranks = None, 1
+    _context_groups.clear()
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -105,6 +109,39 @@ def world_size() -> int:
 def is_main() -> bool:
     """Return whether this is rank 0, which alone prints and writes what all share."""
     return rank() == 0
+
+
+def share_sequences(ranks: int) -> None:
+    """Let every `ranks` consecutive processes hold their sequences together, each a stretch.
+
+    With 1, as before the first call, each has sequences of its own. Every process must call it, and
+    `ranks` must divide the world size.
+    """
+    global _context_ranks
+    if ranks > 1 and ranks not in _context_groups:
+        _context_groups[ranks], _ = dist.new_subgroups(ranks)
+    _context_ranks = ranks
+
+
+def context_group() -> dist.ProcessGroup | None:
+    """Return the processes that hold this one's sequences, None if it does so alone."""
+    return _context_groups.get(_context_ranks)
+
+
+def own_stretch(length: int) -> slice:
+    """Return this process's stretch of a sequence; lengths in a group differ by one at most."""
+    part = rank() % _context_ranks
+    return slice(length * part // _context_ranks, length * (part + 1) // _context_ranks)
+
+
+def data_rank() -> int:
+    """Return the number of the group that holds this process's sequences, from 0."""
+    return rank() // _context_ranks
+
+
+def data_world_size() -> int:
+    """Return how many groups of processes have sequences of their own."""
+    return world_size() // _context_ranks
 
 
 def barrier() -> None:

@@ -53,8 +53,14 @@ class TrainingEngine:
             model=objective, optimizer=optimizer, config=deepspeed_settings(config, parameters)
         )
         if self.zero_stage == 3:
-            # the head is the weight of another module: gather it for the objective as well
-            deepspeed.zero.register_external_parameter(objective, objective.model.head_weight)
+            # what a module uses of another's weights is gathered for it as well: the head, and the
+            # maps by which a block sums the keys of its stretch of a sequence
+            used = [(objective, objective.model.head_weight)]
+            if objective.context_group is not None:
+                blocks = objective.model.blocks
+                used += [(block, p) for block in blocks for p in block.attention.parameters()]  # type: ignore[union-attr]
+            for module, parameter in used:
+                deepspeed.zero.register_external_parameter(module, parameter)
 
     def forward(self, batch: Batch) -> Tensor:
         """Return the cross entropy of every target in nats [B, T], ready for `backward`."""

@@ -34,13 +34,13 @@ class Inputs:
     context_length: int
 
     def micro_batch(self, wanted: MicroBatch, padding_sample: int) -> Batch:
-        """Return the batch of a forward pass.
+        """Return the batch of a forward pass, of its sequences the stretch this process holds.
 
         Padding repeats `padding_sample` without any target.
         """
         batch = self.train.batch([*wanted.samples, *[padding_sample] * wanted.padding])
         batch.targets_BT[len(wanted.samples) :] = IGNORE_INDEX
-        return batch
+        return batch.stretch(distributed.own_stretch(self.context_length))
 
     def unigram_loss(self) -> float:
         """Return nats per validation token under the frequencies of the training tokens."""

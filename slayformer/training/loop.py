@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
+from slayformer.attention.context_parallel import check_context_parallel
 from slayformer.config import TrainConfig
 from slayformer.data.tokenizer import vocabulary_size
 from slayformer.errors import UserError
@@ -50,6 +51,7 @@ def run(config: TrainConfig) -> Path | None:
     """
     config = with_absolute_paths(config)
     vocabulary = vocabulary_size(config.tokenizer)
+    check_context_parallel(config.model, config.attention, config.engine.context_parallel)
     if config.dry_run:
         plan = make_plan(config, vocabulary, distributed.planned_world_size())
         check_schedule(config.schedule, plan.updates, plan.tokens_at)
@@ -62,6 +64,7 @@ def run(config: TrainConfig) -> Path | None:
     check_trackers(config.logging)
     plan = make_plan(config, vocabulary, distributed.world_size())
     check_schedule(config.schedule, plan.updates, plan.tokens_at)
+    distributed.share_sequences(plan.context_parallel)
     inputs = open_inputs(config)
     start = distributed.run_on_main(lambda: start_run(config, plan, inputs.data.tokenizer))
     training = Training(config, plan, inputs, start)
@@ -107,7 +110,12 @@ class Training:
         )
         if start.checkpoint is not None:
             checkpoint.load_weights(start.checkpoint, model)
-        objective = LanguageModelObjective(model, config.engine.precision, config.optimizer.z_loss)
+        objective = LanguageModelObjective(
+            model,
+            config.engine.precision,
+            config.optimizer.z_loss,
+            distributed.context_group(),
+        )
         self.forward_flops = model.flops_per_token(config.model.context_length)
         self.engine = TrainingEngine(objective, config)
         # dropout differs between ranks and follows from the seed, and from the update where ranks
@@ -149,27 +157,30 @@ class Training:
         """Do one update; return whether any rank has been asked to stop."""
         samples = self.plan.samples_of(self.update)
         targets = len(samples) * self.plan.context_length
-        passes = self.plan.micro_batches(self.update, distributed.rank())
+        passes = self.plan.micro_batches(self.update, distributed.data_rank())
         # cross entropy and z-loss
         own_nats = torch.zeros(2, dtype=torch.float64, device=self.engine.device)
-        guarded = []
+        # tokens, and how many of them a guard replaced
+        own_guarded = torch.zeros_like(own_nats)
         objective = self.engine.objective
         for number, micro_batch in enumerate(passes, start=1):
             with self.meter.part("data"):
                 batch = self.inputs.micro_batch(micro_batch, padding_sample=samples[0])
             with self.meter.part("forward_backward"):
                 nats_BT = self.engine.forward(batch)
-                # every token of the update weighs the same, whatever the passes and ranks
+                # every token of the update weighs the same, whatever the passes and ranks;
+                # DeepSpeed divides by all ranks, those that share a sequence too
                 loss = nats_BT.sum() * (distributed.world_size() / targets)
                 share = objective.model.guarded_share()
-                guarded += [] if share is None else [share]
+                if share is not None:
+                    own_guarded += nats_BT.numel() * torch.stack([torch.ones_like(share), share])
                 own_nats[0] += nats_BT.detach().sum(dtype=torch.float64)
                 if objective.z_nats is not None:
                     own_nats += torch.stack([-objective.z_nats, objective.z_nats])
                 if number == len(passes):
                     # before its last gradients: an update that is at fault is spoilt by them
-                    own = [*own_nats.tolist(), float(stop.received)]
-                    nats, z_nats, stops = distributed.sum_over_ranks(
+                    own = [*own_nats.tolist(), *own_guarded.tolist(), float(stop.received)]
+                    nats, z_nats, rows, guarded, stops = distributed.sum_over_ranks(
                         torch.tensor(own, dtype=torch.float64)
                     ).tolist()
                     fault = self._judge(self.bad_updates.of_loss(nats / targets), samples)
@@ -209,8 +220,8 @@ class Training:
             record |= {} if fault is None else {"skipped": fault.what}
             if objective.z_loss:
                 record["z_loss"] = z_nats / targets
-            if guarded:
-                record["guarded_share"] = torch.stack(guarded).mean().item()
+            if rows:
+                record["guarded_share"] = guarded / rows
             self.log.train(record, mean_tokens_per_second=self.meter.tokens_per_second)
         return stops > 0
 
@@ -269,6 +280,7 @@ class Training:
             "samples": self.plan.samples_at(self.update),
             "tokens": self.plan.tokens_at(self.update),
             "world_size": distributed.world_size(),
+            "context_parallel": self.plan.context_parallel,
             "zero_stage": self.config.engine.zero_stage,
             "micro_samples": self.plan.micro_samples,
             "validation_loss": self.validated.get(self.update),

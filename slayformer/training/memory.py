@@ -29,7 +29,13 @@ class Memory:
 
 
 def estimate_memory(
-    config: TrainConfig, *, parameters: int, vocabulary_size: int, world_size: int, on_cpu: bool
+    config: TrainConfig,
+    *,
+    parameters: int,
+    vocabulary_size: int,
+    world_size: int,
+    on_cpu: bool,
+    state_bytes: int = 0,
 ) -> Memory:
     """Return what training takes per device: with P parameters over N devices, in bytes,
 
@@ -37,7 +43,9 @@ def estimate_memory(
     gradients    4 P, from stage 2 on 4 P / N; from stage 1 on a bucket of 4 min(P, 5 · 10⁸),
     optimizer    AdamW's moments 8 P and from stage 1 on a flat copy of the weights 4 P, the sum
                  divided by N; on the CPU if it is offloaded,
-    activations  what `activation_bytes` says of one forward pass.
+    activations  what `activation_bytes` says of one forward pass; of sequences that R devices share
+                 also the states handed on, `state_bytes` a sequence in all layers, and R of one
+                 layer at a time.
 
     The allocator's own waste and the libraries (about 1 GiB on a GPU) come on top.
     """
@@ -52,11 +60,16 @@ def estimate_memory(
     gradients += 4 * min(parameters, REDUCE_BUCKET_ELEMENTS) if stage > 0 else 0
     optimizer = shared((12 if stage > 0 else 8) * parameters, 1)
     offloaded = config.engine.offload_optimizer
+    activations = activation_bytes(config, vocabulary_size, on_cpu=on_cpu)
+    ranks = config.engine.context_parallel
+    if ranks > 1:
+        states = config.batch.micro_samples * state_bytes
+        activations += states + ranks * states // config.model.layers
     return Memory(
         weights=weights,
         gradients=gradients,
         optimizer=0 if offloaded else optimizer,
-        activations=activation_bytes(config, vocabulary_size, on_cpu=on_cpu),
+        activations=activations,
         host=optimizer if offloaded else 0,
     )
 
@@ -81,7 +94,8 @@ def activation_bytes(config: TrainConfig, vocabulary_size: int, *, on_cpu: bool)
     if model.dropout:
         # two masks, one byte a number
         per_token += 2 * width
-    tokens = config.batch.micro_samples * model.context_length
+    stretch = math.ceil(model.context_length / config.engine.context_parallel)
+    tokens = config.batch.micro_samples * stretch
     block = BLOCK_BYTES["cpu"] if on_cpu else BLOCK_BYTES_ELSEWHERE
     logits = 2 * min(4 * tokens * vocabulary_size, block)
     return tokens * model.layers * per_token + logits

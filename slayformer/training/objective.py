@@ -157,13 +157,18 @@ class LanguageModelObjective(nn.Module):
     `torch_autocast`: that one marks the weights of linear layers and then reduces their gradients
     over devices in half precision (and gathers them so in stage 3). This way weights, gradients and
     their sums are fp32 in every ZeRO stage.
+
+    With a `context_group` every rank of it gives its stretch of the sequences.
     """
 
-    def __init__(self, model: GPT2, precision: str, z_loss: float = 0.0) -> None:
+    def __init__(
+        self, model: GPT2, precision: str, z_loss: float = 0.0, context_group: Any = None
+    ) -> None:
         super().__init__()
         self.model = model
         self.precision = precision
         self.z_loss = z_loss
+        self.context_group = context_group
         self.z_nats: Tensor | None = None
 
     def forward(
@@ -178,7 +183,10 @@ class LanguageModelObjective(nn.Module):
         z_loss = self.z_loss if self.training else 0.0
         with torch.autocast(ids_BT.device.type, dtype, enabled=dtype is not None):
             hidden_BTC, _ = self.model(
-                ids_BT, document_ids_BT=document_ids_BT, position_ids_BT=position_ids_BT
+                ids_BT,
+                document_ids_BT=document_ids_BT,
+                position_ids_BT=position_ids_BT,
+                context_group=self.context_group,
             )
             loss_N, z_N = token_losses(
                 hidden_BTC.flatten(0, 1),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from rich.box import SIMPLE
 from rich.console import Console
@@ -69,12 +71,20 @@ def print_plan(
     table.add_row("compute", f"{forward:,} FLOPs per token forward, {backward:,} backward")
     table.add_row("precision", _PRECISIONS[config.engine.precision])
     table.add_row("devices", f"{plan.world_size:,}, ZeRO stage {config.engine.zero_stage}{note}")
+    if plan.context_parallel > 1:
+        most = math.ceil(plan.context_length / plan.context_parallel)
+        table.add_row(
+            "",
+            f"{plan.context_parallel:,} share a sequence, at most {most:,} of its tokens each; "
+            f"such groups with samples of their own: {plan.data_parallel:,}",
+        )
     memory = estimate_memory(
         config,
         parameters=parameters,
         vocabulary_size=vocabulary_size,
         world_size=plan.world_size,
         on_cpu=config.engine.planned_device is None and not torch.cuda.is_available(),
+        state_bytes=model.state_bytes(plan.context_length),
     )
     for label, told in _memory(memory).items():
         table.add_row(label, told)
