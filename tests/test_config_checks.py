@@ -43,6 +43,7 @@ RAMP = "start_samples: 8, increment_samples: 8"
             r"gradient_accumulation_steps=4: it follows from the group batch",
         ),
         (["engine.deepspeed=3"], r"engine.deepspeed"),
+        (["engine.context_parallel=0"], r"engine.context_parallel=0: must be greater than 0"),
         (["schedule=wsd", "schedule.decay_share=0"], r"decay_share=0.0: must be above 0"),
         (["optimizer.z_loss=-1"], r"optimizer.z_loss=-1.0: must be 0 or greater"),
     ],
@@ -72,7 +73,10 @@ def test_a_configuration_of_before_these_options_is_read() -> None:
     later = {
         "schedule": ["unit", "warmup_tokens", "decay_share"],
         "optimizer": ["decay_embeddings", "decay_vectors", "z_loss"],
-        "engine": ["offload_optimizer", "deepspeed", "planned_device", "planned_utilisation"],
+        "engine": [
+            *("offload_optimizer", "deepspeed", "planned_device", "planned_utilisation"),
+            "context_parallel",
+        ],
         "logging": ["tensorboard"],
     }
     old = copy.deepcopy(plain)

@@ -159,7 +159,10 @@ def _data_parallel(context_parallel: int, world_size: int) -> int:
         return world_size // context_parallel
     field = "engine.context_parallel"
     if context_parallel > world_size:
-        hint = f"needs as many processes or a multiple, and WORLD_SIZE tells of {world_size:,}"
+        hint = (
+            f"needs {context_parallel:,} processes or a multiple, and there are {world_size:,}: "
+            f"start more with a launcher, or for a dry run set WORLD_SIZE={context_parallel}"
+        )
         raise ConfigError(field, context_parallel, hint)
     divisors = [str(n) for n in range(1, world_size + 1) if world_size % n == 0]
     hint = f"must divide the {world_size:,} processes; use one of {', '.join(divisors)}"

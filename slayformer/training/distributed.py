@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -75,8 +76,8 @@ def _share_cores() -> None:
 
 
 def _shut_down() -> None:
-    global _control_group, _context_ranks
-    _control_group, _context_ranks = None, 1
+    global _control_group
+    _control_group = None
     _context_groups.clear()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -111,16 +112,21 @@ def is_main() -> bool:
     return rank() == 0
 
 
-def share_sequences(ranks: int) -> None:
-    """Let every `ranks` consecutive processes hold their sequences together, each a stretch.
+@contextmanager
+def shared_sequences(ranks: int) -> Iterator[None]:
+    """Within this context every `ranks` consecutive processes hold their sequences together.
 
-    With 1, as before the first call, each has sequences of its own. Every process must call it, and
-    `ranks` must divide the world size.
+    Each has a stretch of them; outside, and with 1, each process has sequences of its own. Every
+    process must enter it, and `ranks` must divide the world size.
     """
     global _context_ranks
     if ranks > 1 and ranks not in _context_groups:
         _context_groups[ranks], _ = dist.new_subgroups(ranks)
-    _context_ranks = ranks
+    before, _context_ranks = _context_ranks, ranks
+    try:
+        yield
+    finally:
+        _context_ranks = before
 
 
 def context_group() -> dist.ProcessGroup | None:

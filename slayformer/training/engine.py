@@ -55,10 +55,10 @@ class TrainingEngine:
         if self.zero_stage == 3:
             # what a module uses of another's weights is gathered for it as well: the head, and the
             # maps by which a block sums the keys of its stretch of a sequence
-            used = [(objective, objective.model.head_weight)]
+            used: list[tuple[Any, Any]] = [(objective, objective.model.head_weight)]
             if objective.context_group is not None:
-                blocks = objective.model.blocks
-                used += [(block, p) for block in blocks for p in block.attention.parameters()]  # type: ignore[union-attr]
+                for block in objective.model.blocks:
+                    used += [(block, p) for p in block.attention.parameters()]  # type: ignore[union-attr]
             for module, parameter in used:
                 deepspeed.zero.register_external_parameter(module, parameter)
 

@@ -64,22 +64,22 @@ def run(config: TrainConfig) -> Path | None:
     check_trackers(config.logging)
     plan = make_plan(config, vocabulary, distributed.world_size())
     check_schedule(config.schedule, plan.updates, plan.tokens_at)
-    distributed.share_sequences(plan.context_parallel)
     inputs = open_inputs(config)
     start = distributed.run_on_main(lambda: start_run(config, plan, inputs.data.tokenizer))
-    training = Training(config, plan, inputs, start)
-    try:
-        with training.log or nullcontext():
-            training.run()
-    except RuntimeError as error:
-        if not distributed.lost_another(error):
-            raise
-        raise UserError(
-            f"another process of this run has died, and its own output says why; go on from the "
-            f"newest checkpoint with: {resume_command(start.directory)}"
-        ) from error
-    finally:
-        training.engine.close()
+    with distributed.shared_sequences(plan.context_parallel):
+        training = Training(config, plan, inputs, start)
+        try:
+            with training.log or nullcontext():
+                training.run()
+        except RuntimeError as error:
+            if not distributed.lost_another(error):
+                raise
+            raise UserError(
+                f"another process of this run has died, and its own output says why; go on from "
+                f"the newest checkpoint with: {resume_command(start.directory)}"
+            ) from error
+        finally:
+            training.engine.close()
     return start.directory
 
 

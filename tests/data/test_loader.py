@@ -113,3 +113,16 @@ def test_documents_by_hand():
     assert batch.document_ids_BT.tolist() == [[0, 0, 0, 1, 1, 1], [0, 1, 2, 2, 2, 2]]
     assert batch.position_ids_BT.tolist() == [[0, 1, 2, 0, 1, 2], [0, 0, 0, 1, 2, 3]]
     assert batch.document_ids_BT.dtype == batch.position_ids_BT.dtype == torch.int64
+
+
+@pytest.mark.parametrize("isolate", [False, True])
+def test_stretches_of_a_batch_are_its_columns(isolate: bool) -> None:
+    batch = loader(end_of_text=10, isolate_documents=isolate).batch(range(20))
+    first, second = batch.stretch(slice(0, 3)), batch.stretch(slice(3, T))
+    for name in ("ids_BT", "targets_BT", "document_ids_BT", "position_ids_BT"):
+        whole, *parts = (getattr(b, name) for b in (batch, first, second))
+        if whole is None:
+            assert parts == [None, None]
+        else:
+            assert [part.shape[1] for part in parts] == [3, 4]
+            assert torch.equal(torch.cat(parts, dim=1), whole)

@@ -22,6 +22,7 @@ from slayformer.config_loading import load_attention_config
 from slayformer.errors import ConfigError
 from slayformer.model.gpt2 import GPT2
 from slayformer.registry import build_attention
+from slayformer.training import distributed
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "attention"
 HEADS, WIDTH, BATCH = 2, 16, 2
@@ -43,11 +44,6 @@ def options(name: str, changes: dict[str, Any]) -> Any:
     return dataclasses.replace(config, backend="torch", **changes)
 
 
-def cut(total: int, rank: int, world: int) -> slice:
-    size = -(-total // world)
-    return slice(rank * size, min(total, (rank + 1) * size))
-
-
 def documents(total: int, kind: str) -> torch.Tensor | None:
     """Return no ids, or boundaries on both sides of a cut and one exactly at it."""
     if kind == "none":
@@ -65,7 +61,7 @@ def gradient(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def compare(name: str, changes: dict[str, Any], total: int, kind: str) -> None:
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     sizes = {"num_heads": HEADS, "head_dim": WIDTH, "max_sequence_length": 8192, "seed": 5}
     whole = build_attention(options(name, changes), **sizes)
     parts = build_attention(options(name, changes), **sizes)
@@ -85,17 +81,18 @@ def compare(name: str, changes: dict[str, Any], total: int, kind: str) -> None:
     loss = (y * weight).square().sum()
     loss.backward()
 
-    own = cut(total, rank, world)
+    own = distributed.own_stretch(total)
     own_q, own_k, own_v = (x[:, :, own].clone().requires_grad_() for x in (q, k, v))
     own_ids = None if ids is None else ids[:, own]
-    stretch = make_stretch(dist.group.WORLD, BATCH, own.stop - own.start, own_ids, "cpu")
+    length = own.stop - own.start
+    stretch = make_stretch(distributed.context_group(), BATCH, length, own_ids, "cpu")
     piece = attend(parts, own_q, own_k, own_v, stretch)
     own_loss = (piece * weight[:, :, own]).square().sum()
     own_loss.backward()
     label = f"{name} {changes} T={total} documents={kind} rank {rank}"
 
     def close(ours: torch.Tensor, theirs: torch.Tensor, what: str) -> None:
-        error = float((ours - theirs).norm() / theirs.norm().clamp_min(1e-9))
+        error = float((ours - theirs).detach().norm() / theirs.detach().norm().clamp_min(1e-9))
         assert error < tolerance, f"{what}: relative error {error:.2e}"
 
     close(piece, y[:, :, own], f"{label}: output")
@@ -114,7 +111,7 @@ def compare(name: str, changes: dict[str, Any], total: int, kind: str) -> None:
 
 def compare_model() -> None:
     """Compare loss and gradients of a GPT-2 with short convolutions, stretch by stretch."""
-    rank, world, total = dist.get_rank(), dist.get_world_size(), 261
+    total = 261
     shape = ModelConfig(layers=2, heads=2, width=32, context_length=300, short_convolution=4)
     whole, parts = (
         GPT2(shape, options("slay_best", {"local_size": 16}), vocabulary_size=50, seed=3)
@@ -135,7 +132,7 @@ def compare_model() -> None:
 
         expected = loss(whole, slice(None), None)
         expected.backward()
-        own = loss(parts, cut(total, rank, world), dist.group.WORLD)
+        own = loss(parts, distributed.own_stretch(total), distributed.context_group())
         own.backward()
         summed = own.detach().clone()
         dist.all_reduce(summed)
@@ -150,25 +147,42 @@ def compare_model() -> None:
 def refuse() -> None:
     """A mechanism over all pairs, and stretches too short for what is near, say so."""
     q = torch.randn(1, HEADS, 8, WIDTH)
-    stretch = make_stretch(dist.group.WORLD, 1, 8, None, "cpu")
+    stretch = make_stretch(distributed.context_group(), 1, 8, None, "cpu")
     sizes = {"num_heads": HEADS, "head_dim": WIDTH, "max_sequence_length": 64, "seed": 5}
     for name, changes, message in (
         ("softmax", {}, "softmax compares all pairs"),
-        ("slay_best", {"local_size": 9}, "8 tokens for a rank, fewer than attention.local_size=9"),
+        ("slay_best", {"local_size": 9}, "a device 8 tokens, fewer than the 9 that its near pairs"),
     ):
         with pytest.raises(ConfigError, match=message):
             attend(build_attention(options(name, changes), **sizes), q, q, q, stretch)
 
 
-dist.init_process_group("gloo")
-refuse()
-compare_model()
-for total in map(int, sys.argv[2:]):
-    for name, changes in MECHANISMS:
-        for kind in ("none", "cut"):
-            # the long ones with every mechanism once
-            if total < 1000 or (kind == "cut") == (total % 4096 > 0):
-                compare(name, changes, total, kind)
+def form_groups() -> None:
+    """Consecutive ranks share a sequence, without gap or overlap, and only while told to."""
+    rank, world = distributed.rank(), distributed.world_size()
+    with distributed.shared_sequences(2):
+        group = distributed.context_group()
+        assert dist.get_process_group_ranks(group) == [rank // 2 * 2, rank // 2 * 2 + 1]
+        assert (distributed.data_rank(), distributed.data_world_size()) == (rank // 2, world // 2)
+        # five tokens: two and three
+        assert distributed.own_stretch(5) == (slice(0, 2), slice(2, 5))[rank % 2]
+    with distributed.shared_sequences(2):
+        assert distributed.context_group() is group
+    assert distributed.context_group() is None
+    assert (distributed.data_rank(), distributed.data_world_size()) == (rank, world)
+    assert distributed.own_stretch(5) == slice(0, 5)
+
+
+distributed.initialize()
+form_groups()
+with distributed.shared_sequences(distributed.world_size()):
+    refuse()
+    compare_model()
+    for total in map(int, sys.argv[2:]):
+        for name, changes in MECHANISMS:
+            for kind in ("none", "cut"):
+                # the long ones with every mechanism once
+                if total < 1000 or (kind == "cut") == (total % 4096 > 0):
+                    compare(name, changes, total, kind)
 (Path(sys.argv[1]) / f"done-{dist.get_rank()}").write_text("compared")
 dist.barrier()
-dist.destroy_process_group()

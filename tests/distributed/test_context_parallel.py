@@ -10,8 +10,10 @@ import pytest
 pytestmark = pytest.mark.slow
 
 
-# 4,096 is even; 4,100 leaves the last of four ranks a shorter stretch than the others
-@pytest.mark.parametrize(("world_size", "totals"), [(2, [512, 517]), (4, [4096, 4100])])
+# 517 and 4,099 leave some ranks a token more than others
+@pytest.mark.parametrize(
+    ("world_size", "totals"), [(2, [512, 517, 4096, 4100]), (4, [517, 4096, 4099, 4100])]
+)
 def test_stretches_are_exact(
     run_command: Any, tmp_path: Path, world_size: int, totals: list[int]
 ) -> None:

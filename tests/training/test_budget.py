@@ -196,6 +196,39 @@ def test_batch_that_devices_cannot_share(batch: BatchConfig, field: str, nearest
     assert nearest in str(caught.value)
 
 
+def shared_by(ranks: int) -> TrainConfig:
+    plain = config(BatchConfig(2, samples_per_device=8), BudgetConfig(samples=37))
+    return replace(plain, engine=replace(plain.engine, context_parallel=ranks))
+
+
+@pytest.mark.parametrize(("ranks", "groups"), [(1, 6), (2, 3), (3, 2), (6, 1)])
+def test_devices_that_share_a_sequence_count_as_one(ranks: int, groups: int) -> None:
+    plan = make_plan(shared_by(ranks), 50257, 6)
+    assert (plan.world_size, plan.context_parallel, plan.data_parallel) == (6, ranks, groups)
+    (segment,) = plan.segments
+    assert (segment.samples_per_update, segment.accumulation) == (8 * groups, 4)
+    taken = [
+        i
+        for update in range(plan.updates)
+        for group in range(groups)
+        for part in plan.micro_batches(update, group)
+        for i in part.samples
+    ]
+    assert taken == list(range(37))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "world_size", "message"),
+    [
+        (4, 6, r"context_parallel=4: must divide the 6 processes; use one of 1, 2, 3, 6"),
+        (2, 1, r"context_parallel=2: needs 2 processes or a multiple, and there are 1: .*SIZE=2"),
+    ],
+)
+def test_a_context_that_devices_cannot_share(ranks: int, world_size: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_plan(shared_by(ranks), 50257, world_size)
+
+
 def test_plan_is_json() -> None:
     batch = BatchConfig(8, samples_per_device=32, ramp=RampConfig(8, 8, 500))
     plan = make_plan(config(batch, BudgetConfig(tokens_per_parameter=20)), 50257, 8)

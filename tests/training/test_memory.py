@@ -49,6 +49,17 @@ def test_activations_of_gpt2_small_by_hand() -> None:
     assert activation_bytes(config, 50257, on_cpu=False) == expected
 
 
+def test_devices_that_share_sequences_hold_their_tokens_and_states() -> None:
+    paper = ["+experiment=gpt2_small_chinchilla", "attention=slay", "engine.context_parallel=8"]
+    config = load_config(compose("train", paper))
+    sizes = {"parameters": 1000, "vocabulary_size": 50257, "world_size": 8}
+    found = estimate_memory(config, **sizes, on_cpu=False, state_bytes=1200).activations
+    # as above with 8 x 128 tokens, whose logits fit into one block each time; of 8 sequences the
+    # states, and those of 8 devices in one of 12 layers
+    expected = 1024 * 12 * 54 * 768 + 2 * 4 * 1024 * 50257 + 8 * 1200 + 8 * 8 * 1200 // 12
+    assert found == expected
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("attention", ["softmax", "slay", "linear_elu", "performer"])
 def test_activations_are_near_what_autograd_keeps(attention: str, precision: str) -> None:

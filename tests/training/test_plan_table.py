@@ -10,6 +10,7 @@ from rich.console import Console
 
 from slayformer.cli import compose
 from slayformer.config_loading import load_config
+from slayformer.errors import ConfigError
 from slayformer.model.gpt2 import GPT2
 from slayformer.training.budget import make_plan, parameter_counts
 from slayformer.training.loop import run
@@ -62,6 +63,20 @@ def test_hours_on_a_named_device() -> None:
     assert "no estimate of hours: the peak of V100 is not known" in text
 
 
+def test_devices_that_share_sequences_are_told() -> None:
+    paper = ["+experiment=gpt2_small_chinchilla", "attention=slay_best"]
+    text = printed(*paper, "model.context_length=1026", "engine.context_parallel=4", world_size=8)
+    for expected in (
+        "8, ZeRO stage 2",
+        "4 share a sequence, at most 257 of its tokens each; such groups with samples of their "
+        "own: 2",
+        # 32 samples for each of two groups
+        "64 samples (65,664 tokens) each; forward passes per device: 4 of at most 8 samples",
+    ):
+        assert expected in text
+    assert "share a sequence" not in printed(*paper, world_size=8)
+
+
 def test_wsd_by_tokens_and_offloading_are_told() -> None:
     schedule = ["schedule=wsd", "schedule.unit=tokens", "schedule.warmup_tokens=4096"]
     text = printed(
@@ -97,4 +112,11 @@ def test_a_dry_run_touches_nothing(
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert run(load_config(compose("train", arguments))) is None
     assert "4, ZeRO stage 0" in capsys.readouterr().out
+    for refused, message in {
+        "engine.context_parallel=3": "must divide the 4 processes",
+        "engine.context_parallel=8": "needs 8 processes or a multiple, and there are 4",
+        "attention=softmax engine.context_parallel=2": "softmax compares all pairs of tokens",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            run(load_config(compose("train", [*arguments, *refused.split()])))
     assert list(tmp_path.iterdir()) == []
