@@ -224,8 +224,10 @@ def _sum_of_keys(
     """
     reach, dtype = attention.local_size, accumulation_dtype(k_BHTD.dtype)
     entering = slice(0, stretch.length)
-    k = torch.cat([recent.k_BHWD.to(k_BHTD.dtype), k_BHTD], dim=2)[:, :, entering]
-    v = torch.cat([recent.v_BHWE.to(v_BHTE.dtype), v_BHTE], dim=2)[:, :, entering]
+    k, v = k_BHTD, v_BHTE
+    if reach:
+        k = torch.cat([recent.k_BHWD.to(k.dtype), k], dim=2)[:, :, entering]
+        v = torch.cat([recent.v_BHWE.to(v.dtype), v], dim=2)[:, :, entering]
     documents = torch.cat([recent.document_BW, stretch.documents_BS[:, stretch.own]], dim=1)
     positions = torch.cat([recent.position_BW, stretch.positions_BS[:, stretch.own]], dim=1)
     last_B1 = stretch.document(stretch.stop - reach - 1)[:, None]
