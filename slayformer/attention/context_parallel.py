@@ -223,37 +223,32 @@ def _sum_of_keys(
     These are W keys earlier than the stretch itself, and of them those of the last one's document.
     """
     reach, dtype = attention.local_size, accumulation_dtype(k_BHTD.dtype)
-    entering = slice(0, stretch.length)
-    k, v = k_BHTD, v_BHTE
-    if reach:
-        k = torch.cat([recent.k_BHWD.to(k.dtype), k], dim=2)[:, :, entering]
-        v = torch.cat([recent.v_BHWE.to(v.dtype), v], dim=2)[:, :, entering]
-    documents = torch.cat([recent.document_BW, stretch.documents_BS[:, stretch.own]], dim=1)
-    positions = torch.cat([recent.position_BW, stretch.positions_BS[:, stretch.own]], dim=1)
     last_B1 = stretch.document(stretch.stop - reach - 1)[:, None]
-    real = torch.cat([recent.mask_BW, torch.ones_like(documents[:, reach:], dtype=torch.bool)], 1)
-    counts_BT = ((documents == last_B1) & real)[:, entering]
+    documents_BT, positions_BT = (
+        x[:, stretch.own] for x in (stretch.documents_BS, stretch.positions_BS)
+    )
+    pieces = []
+    if reach:
+        counts_BW = recent.mask_BW & (recent.document_BW == last_B1)
+        pieces.append((recent.k_BHWD, recent.v_BHWE, recent.position_BW, counts_BW))
+    entering = stretch.length - reach
+    for start in range(0, entering, attention.chunk):
+        span = slice(start, min(start + attention.chunk, entering))
+        k, v = k_BHTD[:, :, span], v_BHTE[:, :, span]
+        pieces.append((k, v, positions_BT[:, span], documents_BT[:, span] == last_B1))
+
+    def summed(k: Tensor, v: Tensor, positions: Tensor, counts: Tensor, *tensors: Tensor) -> Tensor:
+        features = attention.feature_map(k.to(dtype), *tensors, is_query=False, positions=positions)
+        phi, values = features.expand() * counts[:, None, :, None], v.to(dtype)
+        return phi.mT @ torch.cat([values, torch.ones_like(values[..., :1])], dim=-1)
+
     with torch.autocast(k_BHTD.device.type, enabled=False):
         tensors = attention.feature_tensors(dtype)
-
-        def part(span: slice, k: Tensor, v: Tensor, *tensors: Tensor) -> Tensor:
-            features = attention.feature_map(
-                k[:, :, span].to(dtype),
-                *tensors,
-                is_query=False,
-                positions=positions[:, span],
-            )
-            phi = features.expand() * counts_BT[:, None, span, None]
-            values = v[:, :, span].to(dtype)
-            return phi.mT @ torch.cat([values, torch.ones_like(values[..., :1])], dim=-1)
-
-        starts = range(0, stretch.length, attention.chunk)
-        spans = [slice(s, min(s + attention.chunk, stretch.length)) for s in starts]
         # the features of one chunk at a time: they are what is large
-        first, *others = spans
-        total = checkpoint(part, first, k, v, *tensors, use_reentrant=False)
-        for span in others:
-            total = total + checkpoint(part, span, k, v, *tensors, use_reentrant=False)
+        first, *others = pieces
+        total = checkpoint(summed, *first, *tensors, use_reentrant=False)
+        for piece in others:
+            total = total + checkpoint(summed, *piece, *tensors, use_reentrant=False)
     return total
 
 
