@@ -14,7 +14,7 @@ PYTEST := $(VENV_PYTHON) -m pytest --numprocesses logical --maxprocesses 4 --dis
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help train test check lint format hooks
+.PHONY: help train paper test check lint format hooks
 
 help: ## list these targets
 	@sed -n 's/^\([a-z]*\):.*## /  make \1@/p' Makefile | while IFS=@ read -r name text; do \
@@ -23,6 +23,10 @@ help: ## list these targets
 train: .venv/installed ## train the quick-start model; ARGS="attention=softmax" changes options
 	@echo "Training: python train.py $(ARGS)"
 	@$(VENV_PYTHON) train.py $(ARGS)
+
+paper: .venv/installed ## compute the paper's tables and figures; ARGS="items=[figure_7]" chooses
+	@echo "Computing: python scripts/paper.py $(ARGS)"
+	@$(VENV_PYTHON) scripts/paper.py $(ARGS)
 
 test: .venv/installed ## run every test; ARGS="-k shards" chooses
 	@echo "Testing: every test, a few minutes (tests that need a GPU are skipped without one)"

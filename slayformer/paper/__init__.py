@@ -1,0 +1,1 @@
+"""The paper's tables and figures, each computed by the project's own code."""

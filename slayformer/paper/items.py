@@ -1,0 +1,7 @@
+"""Every item, in the paper's order."""
+
+from __future__ import annotations
+
+from slayformer.paper.item import Item
+
+ITEMS: tuple[Item, ...] = ()

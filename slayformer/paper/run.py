@@ -1,0 +1,193 @@
+"""Compute items, keep what is finished, and write every table, picture and the page of them all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskID,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
+
+import slayformer
+from slayformer.config import one_of, positive
+from slayformer.config_loading import load_config
+from slayformer.errors import ConfigError, UserError, nearest
+from slayformer.paper.item import Item, Request, Table
+from slayformer.paper.items import ITEMS
+from slayformer.paper.render import Shown, claims_table, comma_separated, latex, markdown, page
+
+PACKAGE = Path(slayformer.__file__).parent
+WRITERS = {"md": markdown, "csv": comma_separated, "tex": latex}
+
+
+@dataclass
+class PaperConfig:
+    """Everything `scripts/paper.py` is told; configs/commands/paper.yaml says what null is."""
+
+    items: list[str] | None
+    size: str = one_of("quick", "full")
+    seeds: int | None = positive(None)
+    processes: int | None = positive(None)
+    redo: bool = False
+    directory: str = "paper_results"
+
+
+def read_config(composed: DictConfig) -> PaperConfig:
+    """Return the checked configuration; one item stands for a list of it.
+
+    Raises ConfigError for a value that cannot work.
+    """
+    if isinstance(composed.get("items"), str):
+        composed["items"] = [composed["items"]]
+    config: PaperConfig = load_config(composed, PaperConfig)
+    choose_items(config.items)
+    return config
+
+
+def choose_items(names: Sequence[str] | None, items: Sequence[Item] = ITEMS) -> list[Item]:
+    """Return the items that answer to `names`, in the paper's order; all of them for None.
+
+    Raises ConfigError for a name that none answers to.
+    """
+    if names is None:
+        return list(items)
+    for name in names:
+        if not any(item.answers_to(name) for item in items):
+            known = [item.name for item in items]
+            hint = nearest(name, known) + "; or a number of the paper, as figure_7 or table_2"
+            raise ConfigError("items", name, hint)
+    return [item for item in items if any(item.answers_to(name) for name in names)]
+
+
+def run(config: PaperConfig, items: Sequence[Item] = ITEMS) -> Path:
+    """Compute what is not there yet, write everything, and return the page's path.
+
+    An item that fails leaves the others alone. Raises UserError at the end if any did.
+    """
+    directory = Path(config.directory)
+    (directory / "data").mkdir(parents=True, exist_ok=True)
+    console = Console()
+    chosen, shown = choose_items(config.items, items), []
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
+    with Progress(*columns, TimeElapsedColumn(), console=console) as bar:
+        whole = bar.add_task("all items", total=sum(item.minutes for item in chosen))
+        for item in chosen:
+            task = bar.add_task(item.name, total=1.0)
+            one = _show(item, config, directory, partial(_advance, bar, task))
+            shown.append(one)
+            bar.update(task, completed=1.0, visible=False)
+            bar.advance(whole, item.minutes)
+            bar.console.print(f"{item.name}: {one.failure or one.about}", highlight=False)
+    about = f"size {config.size}; {time.strftime('%Y-%m-%d')}; slayformer {slayformer.__version__}"
+    claims = [claim for one in shown for claim in one.claims]
+    if claims:
+        _write_table(directory, claims_table(claims))
+    index = directory / "index.html"
+    index.write_text(page(shown, about), encoding="utf-8")
+    console.print(str(index), soft_wrap=True, highlight=False, markup=False)
+    failed = [one.item.name for one in shown if one.failure]
+    if failed:
+        raise UserError(f"failed: {', '.join(failed)}; the others are in {index}")
+    return index
+
+
+def _advance(bar: Progress, task: TaskID, share: float) -> None:
+    bar.update(task, completed=share)
+
+
+def _show(
+    item: Item, config: PaperConfig, directory: Path, progress: Callable[[float], None]
+) -> Shown:
+    """Compute `item` or take what is kept, write its files, and return what there is to show."""
+    try:
+        record = _record(item, config, directory, progress)
+        data = record["data"]
+        tables, pictures = item.tables(data), item.draw(data)
+        for table in tables:
+            _write_table(directory, table)
+        for picture in pictures:
+            for suffix in ("png", "pdf"):
+                picture.figure.savefig(directory / f"{picture.name}.{suffix}")
+        captions = [(picture.name, picture.caption) for picture in pictures]
+        return Shown(item, _about(record), tables, captions, item.claims(data))
+    except UserError as error:
+        return Shown(item, "", failure=f"failed: {error}")
+    except Exception as error:
+        # the trace is for us, one broken item is no reason to lose the others
+        traceback.print_exc()
+        return Shown(item, "", failure=f"failed: {type(error).__name__}: {error}")
+
+
+def _record(
+    item: Item, config: PaperConfig, directory: Path, progress: Callable[[float], None]
+) -> dict[str, Any]:
+    """Return the item's data with how it was made, from the kept file if that serves."""
+    path = directory / "data" / f"{item.name}.json"
+    wanted = {"size": config.size, "seeds": config.seeds}
+    if path.exists() and not config.redo:
+        kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if kept["request"] == wanted:
+            return kept
+    work = directory / "data" / item.name
+    work.mkdir(exist_ok=True)
+    processes = config.processes or len(os.sched_getaffinity(0))
+    start = time.monotonic()
+    data = item.compute(Request(config.size, config.seeds, processes, work, progress))
+    if not any(work.iterdir()):
+        work.rmdir()
+    record = {
+        "item": item.name,
+        "request": wanted,
+        "seconds": round(time.monotonic() - start, 1),
+        "code": code_digest(),
+        "data": data,
+    }
+    # written beside and renamed, so that an interrupted run leaves no half of it
+    unfinished = path.with_suffix(".partial")
+    unfinished.write_text(json.dumps(record, default=_plain), encoding="utf-8")
+    unfinished.replace(path)
+    return dict(json.loads(path.read_text(encoding="utf-8")))
+
+
+def code_digest() -> str:
+    """Return a digest of the package's source: whether a kept result is of this code."""
+    digest = hashlib.sha256()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _about(record: dict[str, Any]) -> str:
+    """Return how an item was made, in a sentence."""
+    request = record["request"]
+    seeds = "" if request["seeds"] is None else f", seeds={request['seeds']}"
+    text = f"computed in {record['seconds']:,} s (size {request['size']}{seeds})"
+    if record["code"] != code_digest():
+        text += "; the code has changed since, redo=true computes it again"
+    return text
+
+
+def _write_table(directory: Path, table: Table) -> None:
+    for suffix, write in WRITERS.items():
+        (directory / f"{table.name}.{suffix}").write_text(write(table), encoding="utf-8")
+
+
+def _plain(value: Any) -> Any:
+    """Return what JSON can hold for an array or a number of numpy or torch."""
+    return value.tolist()
