@@ -92,6 +92,13 @@ class Sample:
         )
         return torch.where(self.visible_B1TS, scores_BHTS, 0.0)
 
+    def normalisers(self, attention: Attention) -> Tensor:
+        """Return what `attention` divides each query's sum by, [1, H, T]."""
+        sums_BHT = self.scores(attention).sum(-1)
+        if not isinstance(attention, LinearAttention):
+            return sums_BHT
+        return sums_BHT + torch.as_tensor(attention.normaliser_offset(torch.float64)).reshape(-1, 1)
+
     def pair_ratios(self, attention: Attention, scores_BHTS: Tensor) -> Tensor:
         """Return the scores of the pairs over the mean absolute one of `scores_BHTS`, [N, H].
 

@@ -177,10 +177,7 @@ class Tally:
         self.entropies.append(entropy(weights_BHTS).mean((0, 1)))
 
         scores_BHTS = sample.scores(attention)
-        normaliser_BHT = scores_BHTS.sum(-1)
-        if isinstance(attention, LinearAttention):
-            offset = attention.normaliser_offset(torch.float64)
-            normaliser_BHT = normaliser_BHT + torch.as_tensor(offset).reshape(-1, 1)
+        normaliser_BHT = sample.normalisers(attention)
         self.nonpositive.append(float((normaliser_BHT <= 0).double().mean()))
         per_key_BHT = normaliser_BHT / sample.visible_B1TS.sum(-1)
         median_BH1 = per_key_BHT.abs().median(-1, keepdim=True).values

@@ -57,7 +57,8 @@ _LATEX = {
 _STYLE = """
 body { font: 16px/1.45 sans-serif; max-width: 75rem; margin: 2rem auto; padding: 0 1rem }
 table { border-collapse: collapse; margin: .6rem 0; font-size: .9rem }
-th, td { border-bottom: 1px solid #ccc; padding: .2rem .6rem; text-align: left; vertical-align: top }
+th, td { border-bottom: 1px solid #ccc; padding: .2rem .6rem; text-align: left }
+td { vertical-align: top }
 th { border-bottom: 2px solid #555 }
 figure { margin: 1rem 0 } img { max-width: 100% } figcaption, .note { color: #333 }
 .about { color: #555 } .failed { color: #a00; font-weight: bold } .wide { overflow-x: auto }
