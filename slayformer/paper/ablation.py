@@ -86,7 +86,7 @@ def attend(method: str, scale: Scale, seed: int) -> Attend:
     """Return `method` as a function of q, k and v."""
     if method == "quadrature":
         return _quadrature_attention
-    name, changes = "slay", {}
+    name, changes = "slay", dict[str, Any]()
     if method == "exact":
         name, changes = "yat_spherical", {"epsilon": EPSILON}
     elif method == "uniform":

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from slayformer.paper import (
     ablation,
+    context_length,
     kernel_curves,
     normalisers,
     plane,
+    properties,
     quadrature,
     reconstruction,
     selectivity,
     sphere,
+    theory,
 )
 from slayformer.paper.item import Item
 
 ITEMS: tuple[Item, ...] = (
+    properties.ITEM,
     ablation.ITEM,
+    theory.ITEM,
     plane.ITEM,
+    context_length.ITEM,
     kernel_curves.ITEM,
     normalisers.ITEM,
     quadrature.ITEM,

@@ -16,6 +16,9 @@ from slayformer.evaluation.attention_sample import pair_scores
 from slayformer.presets import load_preset
 from slayformer.registry import build_attention
 
+# what figures and properties of one head need
+MOST_TOKENS = 2048
+
 
 def options(name: str, **changes: Any) -> AttentionConfig:
     """Return the options of mechanism `name`, computed by torch so that no compiler is needed."""
@@ -25,7 +28,11 @@ def options(name: str, **changes: Any) -> AttentionConfig:
 def one_head(name: str, width: int, seed: int, **changes: Any) -> Attention:
     """Return one head of mechanism `name` in evaluation mode."""
     attention = build_attention(
-        options(name, **changes), num_heads=1, head_dim=width, max_sequence_length=1024, seed=seed
+        options(name, **changes),
+        num_heads=1,
+        head_dim=width,
+        max_sequence_length=MOST_TOKENS,
+        seed=seed,
     )
     return attention.eval()
 

@@ -66,6 +66,7 @@ def _histograms(data: Data) -> Picture:
         axes.set_title(f"{name}: {below:.1f} % at or below zero", fontsize=10)
         axes.set_ylim(0, 1.1 * heights.max())
         axes.grid(alpha=0.25)
+        axes.set_axisbelow(True)
     grid[-1].set_xlabel("normaliser per visible key ÷ its median size (outer bins hold all beyond)")
     grid[-1].set_xlim(EDGES[0], EDGES[-1])
     figure.supylabel("share of rows (%)", fontsize=10)
