@@ -29,7 +29,7 @@ HALVINGS = 2
 def compute(request: Request) -> Data:
     """Return for each mechanism the longest length, what ended it, and times by length."""
     limit_bytes = request.choose(quick=256 * 2**20, full=2**30)
-    seconds = request.choose(quick=5.0, full=60.0)
+    seconds = request.choose(quick=4.0, full=60.0)
     found = {}
     for number, name in enumerate(MECHANISMS):
         found[name] = longest(name, limit_bytes, seconds)

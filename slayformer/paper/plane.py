@@ -55,7 +55,7 @@ def owners(mechanism: str, points_TD: Tensor, keys_SD: Tensor, seed: int) -> tup
 def compute(request: Request) -> Data:
     """Return the partition by every mechanism for one draw of keys, and agreement over seeds."""
     side = request.choose(quick=160, full=400)
-    seeds = request.seed_count(quick=20, full=50)
+    seeds = request.seed_count(quick=10, full=50)
     axis = torch.linspace(-EXTENT, EXTENT, side, dtype=torch.float64)
     points = torch.stack(torch.meshgrid(axis, axis, indexing="xy"), -1).flatten(0, 1)
     agreement: dict[str, list[float]] = {name: [] for name in MECHANISMS}

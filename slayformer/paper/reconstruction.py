@@ -84,7 +84,7 @@ def _relative(y: Tensor, exact: Tensor) -> float:
 
 def compute(request: Request) -> Data:
     """Return the kernels of the maps by cosine, and output errors by number of features."""
-    seeds = request.seed_count(quick=8, full=30)
+    seeds = request.seed_count(quick=5, full=30)
     x = torch.from_numpy(COSINES)
     kernels: dict[str, list[np.ndarray]] = {label: [] for label in MAPS}
     errors: dict[str, list[list[float]]] = {label: [[] for _ in f] for label, f in FAMILIES.items()}

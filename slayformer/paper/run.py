@@ -160,7 +160,7 @@ def _record(
     }
     # written beside and renamed, so that an interrupted run leaves no half of it
     unfinished = path.with_suffix(".partial")
-    unfinished.write_text(json.dumps(record, default=_plain), encoding="utf-8")
+    unfinished.write_text(json.dumps(record, default=plain), encoding="utf-8")
     unfinished.replace(path)
     return dict(json.loads(path.read_text(encoding="utf-8")))
 
@@ -188,6 +188,6 @@ def _write_table(directory: Path, table: Table) -> None:
         (directory / f"{table.name}.{suffix}").write_text(write(table), encoding="utf-8")
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Return what JSON can hold for an array or a number of numpy or torch."""
     return value.tolist()

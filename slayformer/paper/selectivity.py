@@ -55,7 +55,7 @@ def relative_entropy(mechanism: str, heads: Tensor, seed: int) -> np.ndarray:
 
 def compute(request: Request) -> Data:
     """Return entropies by similarity, those of random vectors, weights, and pairs of outputs."""
-    seeds = request.seed_count(quick=4, full=20)
+    seeds = request.seed_count(quick=3, full=20)
     by_similarity: dict[str, list[list[float]]] = {name: [] for name in MECHANISMS}
     steps, done = len(SIMILARITIES) * len(MECHANISMS), 0
     random: dict[str, Any] = {}

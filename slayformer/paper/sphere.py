@@ -34,7 +34,7 @@ def compute(request: Request) -> Data:
     keys = directions(ANGLES, TURNS)
     pole = torch.tensor([[0.0, 0.0, 1.0]], dtype=torch.float64)
     # a ring of the sphere is as large as the sine of its angle
-    area = np.sin(np.deg2rad(ANGLES))
+    area, cap = np.sin(np.deg2rad(ANGLES)), ANGLES <= CAP_DEGREES
     found = {}
     for number, name in enumerate(MECHANISMS):
         # the kernel itself, also of a mechanism that puts a softmax over it
@@ -45,20 +45,19 @@ def compute(request: Request) -> Data:
             scores = direction_scores(attention, pole, keys.flatten(0, 1))
             maps.append(scores.reshape(len(ANGLES), len(TURNS)).numpy())
         profiles = np.array([one[:, :-1].mean(1) for one in maps])
-        profiles /= (profiles * area).sum(1, keepdims=True)
-        cap = ANGLES <= CAP_DEGREES
-        shares = (profiles * area)[:, cap].sum(1)
+        profiles /= np.trapezoid(profiles * area, axis=1)[:, None]
+        shares = np.trapezoid((profiles * area)[:, cap], axis=1)
         mean = profiles.mean(0)
         found[name] = {
             "map": maps[0] / maps[0].max(),
             # 1 where every direction has the same weight
-            "profile": mean * area.sum(),
+            "profile": mean * np.trapezoid(area),
             "cap_share": shares.mean(),
             "cap_std": shares.std(ddof=1) if seeds > 1 else 0.0,
             "peak_degrees": ANGLES[mean.argmax()],
         }
         request.progress((number + 1) / len(MECHANISMS))
-    uniform = float(area[ANGLES <= CAP_DEGREES].sum() / area.sum())
+    uniform = float(np.trapezoid(area[cap]) / np.trapezoid(area))
     return {"angles": ANGLES, "turns": TURNS, "found": found, "uniform": uniform, "seeds": seeds}
 
 

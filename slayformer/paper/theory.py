@@ -25,6 +25,8 @@ from slayformer.paper.quadrature import relative_error
 
 EPSILON, NODES, WIDTH = 1e-3, 3, 64
 EPSILONS = (1e-1, 1e-2, 1e-3, 1e-6)
+# draws of random features at a time
+FEATURES = 20_000
 # standard errors within which a mean counts as the value it should have
 MOST_ERRORS = 4.0
 
@@ -168,10 +170,10 @@ def smallest_scores(pairs: int, seeds: int) -> dict[str, float]:
 
 def compute(request: Request) -> Data:
     """Return every measurement."""
-    features, blocks = 20_000, request.choose(quick=20, full=200)
-    data: Data = {"draws": features * blocks}
+    blocks = request.choose(quick=20, full=200)
+    data: Data = {"draws": FEATURES * blocks}
     parts = {
-        "exponentials": lambda: exponential_means(features, blocks),
+        "exponentials": lambda: exponential_means(FEATURES, blocks),
         "anchors": lambda: anchor_means(request.choose(quick=200_000, full=2_000_000)),
         "bounds": bounds,
         "gradient": lambda: autograd_gradient(2000),
