@@ -55,28 +55,19 @@ SIGNED = ("nystrom", "tensor_sketch", "random_maclaurin")
 
 def options(method: str, scale: Scale) -> dict[str, Any]:
     """Return the options of SLAY that make up `method`; every method has P·D features a node."""
+    common: dict[str, Any] = {"nodes": NODES, "epsilon": EPSILON, "backend": "torch"}
     both = scale.polynomial * scale.exponential
-    sizes: dict[str, Any] = {
-        "polynomial_features": scale.polynomial,
-        "exponential_features": scale.exponential,
-    }
     if method == "laplace":
-        changes: dict[str, Any] = {"fusion": "laplace_only", "exponential_features": both}
-    elif method == "hadamard":
-        changes = {
-            "fusion": "hadamard",
-            "polynomial_features": both,
-            "exponential_features": both,
-        }
-    else:
-        changes = {"polynomial": "exact" if method == "exact_poly" else method}
-    common: dict[str, Any] = {
-        "nodes": NODES,
-        "epsilon": EPSILON,
-        "denominator": "paper",
-        "backend": "torch",
-    }
-    return common | sizes | changes
+        return {**common, "fusion": "laplace_only", "exponential_features": both}
+    if method == "hadamard":
+        sizes = {"polynomial_features": both, "exponential_features": both}
+        return {**common, **sizes, "fusion": "hadamard"}
+    common["exponential_features"] = scale.exponential
+    if method == "exact_poly":
+        return {**common, "polynomial": "exact"}
+    if method in SIGNED:
+        common["denominator"] = "paper"
+    return {**common, "polynomial": method, "polynomial_features": scale.polynomial}
 
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -52,7 +52,8 @@ FAMILIES: dict[str, list[dict[str, Any]]] = {
 
 def slay_options(changes: dict[str, Any]) -> Any:
     """Return SLAY's options with `changes`, anchors scaled so that x² has the factor 1."""
-    return options("slay", **{"anchor_scale": "unbiased", **changes})
+    anchors = not {"polynomial", "fusion"} & changes.keys()
+    return options("slay", **({"anchor_scale": "unbiased"} if anchors else {}), **changes)
 
 
 @torch.no_grad()
