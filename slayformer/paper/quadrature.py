@@ -145,7 +145,8 @@ def _expected(data: Data) -> Picture:
     ):
         shares = 100 * np.array(part["expected"]) / sum(part["expected"])
         bars = axes.bar(range(1, len(shares) + 1), shares, color=numbered_style(1)["color"])
-        axes.bar_label(bars, [f"{share:.2g}" for share in shares], fontsize=8, padding=2)
+        labels = [f"{share:.2g}" if share >= 0.01 else "<0.01" for share in shares]
+        axes.bar_label(bars, labels, fontsize=8, padding=2)
         axes.set(xlabel="node r", ylabel="share of the expected kernel (%)", title=f"R = {count}")
         axes.set_ylim(0, 1.12 * shares.max())
         axes.set_xticks(range(1, len(shares) + 1))
@@ -168,6 +169,7 @@ def _shares(data: Data) -> Picture:
         for number, (area, hatch) in enumerate(zip(parts, hatches, strict=False)):
             area.set(hatch=hatch, edgecolor="white", linewidth=0.4, label=f"node {number + 1}")
         axes.set(xlim=(-1, 1), ylim=(0, 100), title=f"R = {count}")
+        axes.set_xticks([-1, -0.5, 0, 0.5, 1])
         axes.set(xlabel="cosine x (no unit)", ylabel="share of the quadrature (%)")
         axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     caption = "Figure 12. Share of each node in the quadrature at a fixed cosine x."

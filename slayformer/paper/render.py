@@ -53,6 +53,7 @@ _LATEX = {
     "⟩": r"$\rangle$",
     "–": "--",
     "ö": r"\"o",
+    "ℓ": r"$\ell$",
 }
 _STYLE = """
 body { font: 16px/1.45 sans-serif; max-width: 75rem; margin: 2rem auto; padding: 0 1rem }
