@@ -108,7 +108,7 @@ def _polar(data: Data) -> Picture:
         both = np.concatenate([-theta[::-1], theta]), np.concatenate([values[::-1], values])
         axes.plot(*both, label=name, **styles[name])
     axes.set_theta_zero_location("N")
-    axes.set_ylim(-3, 3)
+    axes.set_ylim(-3, 3.3)
     axes.set_yticks([-2, -1, 0, 1, 2], ["0.01", "0.1", "1", "10", "100"], fontsize=8)
     axes.set_rlabel_position(113)
     axes.set_title("Weight ÷ uniform weight (no unit, log radius) by angle from the query")

@@ -272,7 +272,7 @@ def _verdicts(data: Data) -> Iterator[tuple[str, str, str, str]]:
         "Section L.3",
         "; ".join(
             f"x = {x:g}: "
-            + ", ".join(f"{100 * errors[x, count]:+.2g} % (R = {count})" for count in (3, 8, 32))
+            + ", ".join(f"{100 * errors[x, count]:+.3g} % (R = {count})" for count in (3, 8, 32))
             for x in (0.5, 0.9, 0.99, 1.0)
         ),
         f"{HOLDS_AT} x ≤ 0.9, not near 1" if converges and near else HOLDS if converges else FAILS,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from slayformer.paper.figures import new_figure
 from slayformer.paper.item import HOLDS, Claim, Data, Item, Picture, Request, Table
 from slayformer.paper.items import ITEMS
 from slayformer.paper.run import PaperConfig, choose_items, read_config, run
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Counted:
@@ -154,3 +157,13 @@ def test_the_command(run_command: Any, tmp_path: Path) -> None:
     assert (folder / "figure_09_quadrature_error.pdf").stat().st_size > 1000
     kept = json.loads((folder / "data" / "quadrature.json").read_text(encoding="utf-8"))
     assert kept["request"] == {"size": "quick", "seeds": None}
+
+
+def test_the_guide_names_items_that_exist() -> None:
+    text = (ROOT / "docs" / "paper.md").read_text(encoding="utf-8")
+    named = re.findall(r"items=\[([\w,]+)\]", text)
+    assert named
+    for names in named:
+        choose_items(names.split(","))
+    with_claims = {"polynomial_ablation", "theory", "reconstruction", "selectivity"}
+    assert with_claims <= {name for names in named for name in names.split(",")}
