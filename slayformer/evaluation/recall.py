@@ -15,7 +15,6 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
-from torch.nn import functional as F
 
 from slayformer.attention.base import generator
 from slayformer.config import RecallConfig
@@ -23,9 +22,8 @@ from slayformer.config_loading import to_plain
 from slayformer.errors import ConfigError
 from slayformer.model.gpt2 import GPT2
 from slayformer.training.objective import IGNORE_INDEX
-from slayformer.training.optimizer import build_optimizer
 from slayformer.training.run_directory import write_json
-from slayformer.training.schedule import learning_rate
+from slayformer.training.small import answer_loss, count_right, train_small
 
 # training, evaluation and weights draw apart from one another
 EVALUATION_SEED = 2**31 - 1
@@ -98,7 +96,6 @@ def _train(config: RecallConfig, directory: Path, console: Console) -> GPT2:
     )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model.to(device)
-    optimizer = build_optimizer(model, config.optimizer, device)
     draws = generator(config.seed)
     progress = Progress(
         TextColumn(f"{config.attention.name}: update"),
@@ -108,32 +105,32 @@ def _train(config: RecallConfig, directory: Path, console: Console) -> GPT2:
         TimeRemainingColumn(),
         console=console,
     )
+
+    def pairs_at(update: int) -> int:
+        return config.pairs[update % len(config.pairs)]
+
+    def loss(update: int) -> Tensor:
+        samples = config.tokens_per_update // (4 * pairs_at(update))
+        return answer_loss(model, *_batch(config, pairs_at(update), samples, draws, device))
+
     with progress, (directory / "metrics.jsonl").open("w", encoding="utf-8") as metrics:
         task = progress.add_task("", total=config.updates, told="")
-        for update in range(config.updates):
-            pairs = config.pairs[update % len(config.pairs)]
-            samples = config.tokens_per_update // (4 * pairs)
-            loss = _loss(model, _batch(config, pairs, samples, draws, device))
-            loss.backward()
-            if config.optimizer.gradient_clipping:
-                torch.nn.utils.clip_grad_norm_(
-                    model.parameters(), config.optimizer.gradient_clipping
-                )
-            rate = learning_rate(
-                update,
-                config.updates,
-                peak=config.optimizer.learning_rate,
-                schedule=config.schedule,
-            )
-            for group in optimizer.param_groups:
-                group["lr"] = rate * group["learning_rate_scale"]
-            optimizer.step()
-            optimizer.zero_grad()
-            record = {"kind": "train", "update": update + 1, "pairs": pairs, "loss": loss.item()}
+
+        def told(update: int, loss: float) -> None:
+            pairs = pairs_at(update - 1)
+            record = {"kind": "train", "update": update, "pairs": pairs, "loss": loss}
             metrics.write(json.dumps(record) + "\n")
             metrics.flush()
-            told = f"loss {record['loss']:.3f} nats/answer at {pairs} pairs"
-            progress.update(task, advance=1, told=told)
+            progress.update(task, advance=1, told=f"loss {loss:.3f} nats/answer at {pairs} pairs")
+
+        train_small(
+            model,
+            loss,
+            updates=config.updates,
+            optimizer=config.optimizer,
+            schedule=config.schedule,
+            told=told,
+        )
     return model.eval()
 
 
@@ -144,15 +141,6 @@ def _batch(
     return ids.to(device), targets.to(device)
 
 
-def _loss(model: GPT2, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Return the mean cross entropy of the answers in nats."""
-    ids_BT, targets_BT = batch
-    hidden_BTC, _ = model(ids_BT)
-    asked_BT = targets_BT != IGNORE_INDEX
-    return F.cross_entropy(model.logits(hidden_BTC[asked_BT]), targets_BT[asked_BT])
-
-
-@torch.no_grad()
 def _accuracy(model: GPT2, config: RecallConfig, pairs: int) -> float:
     """Return the share of answers that the model's most likely token gets right."""
     device = model.token_embedding.weight.device
@@ -161,10 +149,7 @@ def _accuracy(model: GPT2, config: RecallConfig, pairs: int) -> float:
     at_once = max(1, 4 * config.tokens_per_update // (4 * pairs))
     for start in range(0, config.evaluation_samples, at_once):
         samples = min(at_once, config.evaluation_samples - start)
-        ids_BT, targets_BT = _batch(config, pairs, samples, draws, device)
-        hidden_BTC, _ = model(ids_BT)
-        asked_BT = targets_BT != IGNORE_INDEX
-        answers = model.logits(hidden_BTC[asked_BT]).argmax(dim=-1)
-        right += int((answers == targets_BT[asked_BT]).sum())
-        total += answers.numel()
+        hits, asked = count_right(model, *_batch(config, pairs, samples, draws, device))
+        right += hits
+        total += asked
     return right / total
