@@ -12,7 +12,7 @@ from slayformer.paper.tasks.base import Task, binomial, certain, last_only
 class Counting(Task):
     """How many tokens are 0 (the vocabulary's last number stands for more)."""
 
-    name, category, length, vocabulary_size = "counting", "Arithmetic", 32, 32
+    name, length, vocabulary_size = "counting", 32, 32
 
     def targets(self, ids_BT: Tensor) -> Tensor:
         zeros_B = (ids_BT == 0).sum(dim=-1)
@@ -22,7 +22,7 @@ class Counting(Task):
 class Parity(Task):
     """Whether the number of ones is odd."""
 
-    name, category, length, vocabulary_size = "parity", "Arithmetic", 32, 2
+    name, length, vocabulary_size = "parity", 32, 2
 
     def targets(self, ids_BT: Tensor) -> Tensor:
         return last_only(ids_BT, ids_BT.sum(dim=-1) % 2)
@@ -31,7 +31,7 @@ class Parity(Task):
 class Addition(Task):
     """The sum of the tokens, which are 0 or 1."""
 
-    name, category, length, vocabulary_size = "addition", "Arithmetic", 16, 32
+    name, length, vocabulary_size = "addition", 16, 32
 
     def tokens(self, samples: int, draws: torch.Generator) -> Tensor:
         return torch.randint(2, (samples, self.length), generator=draws)
@@ -43,7 +43,7 @@ class Addition(Task):
 class Modular(Task):
     """The sum of the tokens modulo V − 1."""
 
-    name, category, length, vocabulary_size = "modular", "Arithmetic", 16, 8
+    name, length, vocabulary_size = "modular", 16, 8
 
     def targets(self, ids_BT: Tensor) -> Tensor:
         return last_only(ids_BT, ids_BT.sum(dim=-1) % (self.vocabulary_size - 1))
@@ -52,7 +52,7 @@ class Modular(Task):
 class Majority(Task):
     """The most frequent token, the lowest of several."""
 
-    name, category, length, vocabulary_size = "majority", "Pattern", 32, 8
+    name, length, vocabulary_size = "majority", 32, 8
     kinds = 5
 
     def tokens(self, samples: int, draws: torch.Generator) -> Tensor:
@@ -71,7 +71,7 @@ class Histogram(Task):
     The counts are asked for at places 0 to 4, where almost nothing has been seen yet.
     """
 
-    name, category, length, vocabulary_size = "histogram", "Aggregation", 32, 16
+    name, length, vocabulary_size = "histogram", 32, 16
     kinds = 5
 
     def tokens(self, samples: int, draws: torch.Generator) -> Tensor:

@@ -53,7 +53,6 @@ class Task:
     """A task; each is a subclass that sets the sizes and gives tokens, targets and posterior."""
 
     name: str
-    category: str
     length: int
     vocabulary_size: int
     training: Training = PUBLISHED

@@ -12,7 +12,7 @@ from slayformer.paper.tasks.base import Task, binomial, certain
 class Copy(Task):
     """Each answer is the token itself."""
 
-    name, category, length, vocabulary_size = "copy", "Basic", 32, 32
+    name, length, vocabulary_size = "copy", 32, 32
 
     def targets(self, ids_BT: Tensor) -> Tensor:
         return ids_BT.clone()
@@ -21,13 +21,13 @@ class Copy(Task):
 class LongCopy(Copy):
     """Copy, eight times as long."""
 
-    name, category, length = "long_copy", "Long-Range", 256
+    name, length = "long_copy", 256
 
 
 class Sort(Task):
-    """The t-th answer is the t-th smallest token of the sequence, most of which is still to come."""
+    """The t-th answer is the t-th smallest token of all, many of which are still to come."""
 
-    name, category, length, vocabulary_size = "sort", "Basic", 16, 32
+    name, length, vocabulary_size = "sort", 16, 32
 
     def targets(self, ids_BT: Tensor) -> Tensor:
         return ids_BT.sort(dim=-1).values
@@ -49,7 +49,7 @@ class Sort(Task):
 class Reverse(Task):
     """The sequence backwards: the first half of the answers is still to come."""
 
-    name, category, length, vocabulary_size = "reverse", "Basic", 32, 32
+    name, length, vocabulary_size = "reverse", 32, 32
 
     def targets(self, ids_BT: Tensor) -> Tensor:
         return ids_BT.flip(-1)

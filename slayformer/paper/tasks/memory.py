@@ -1,4 +1,4 @@
-"""Finding one token again: the paper's Memory tasks, and distant_match and multihop (Long-Range)."""
+"""Finding one token again: the paper's Memory tasks, distant_match and multihop."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Retrieval(Task):
     As published the answer is always V − 1: nothing has to be found.
     """
 
-    name, category, length, vocabulary_size = "retrieval", "Memory", 64, 64
+    name, length, vocabulary_size = "retrieval", 64, 64
 
     def tokens(self, samples: int, draws: torch.Generator) -> Tensor:
         size, length = self.vocabulary_size, self.length
@@ -31,7 +31,7 @@ class Retrieval(Task):
 class KeyValueRecall(Task):
     """Pairs of a key and a value, a separator, and one of the keys: what was its value?"""
 
-    name, category, length, vocabulary_size = "kv_recall", "Memory", 22, 64
+    name, length, vocabulary_size = "kv_recall", 22, 64
 
     def tokens(self, samples: int, draws: torch.Generator) -> Tensor:
         pairs, separator = (self.length - 2) // 2, self.vocabulary_size - 1
@@ -51,7 +51,7 @@ class KeyValueRecall(Task):
 class FirstToken(Task):
     """The last answer is the first token."""
 
-    name, category, length, vocabulary_size = "first_token", "Memory", 64, 32
+    name, length, vocabulary_size = "first_token", 64, 32
 
     def targets(self, ids_BT: Tensor) -> Tensor:
         return last_only(ids_BT, ids_BT[:, 0])
@@ -60,7 +60,7 @@ class FirstToken(Task):
 class DistantMatch(Task):
     """The answer in the middle is the first token."""
 
-    name, category, length, vocabulary_size = "distant_match", "Long-Range", 128, 32
+    name, length, vocabulary_size = "distant_match", 128, 32
 
     def targets(self, ids_BT: Tensor) -> Tensor:
         return asked_at(ids_BT, ids_BT.shape[1] // 2, ids_BT[:, 0])
@@ -72,7 +72,7 @@ class SelectiveCopy(Task):
     Every position is scored, so that answering 0 everywhere is right at most of them.
     """
 
-    name, category, length, vocabulary_size = "selective_copy", "Memory", 64, 32
+    name, length, vocabulary_size = "selective_copy", 64, 32
     markers = 8
 
     def tokens(self, samples: int, draws: torch.Generator) -> Tensor:
@@ -98,7 +98,7 @@ class Multihop(Task):
     One hop, despite its published name: the first marker tells nothing.
     """
 
-    name, category, length, vocabulary_size = "multihop", "Long-Range", 64, 32
+    name, length, vocabulary_size = "multihop", 64, 32
 
     def tokens(self, samples: int, draws: torch.Generator) -> Tensor:
         size, third = self.vocabulary_size, self.length // 3

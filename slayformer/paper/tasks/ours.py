@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from slayformer.config import OptimizerConfig, ScheduleConfig
 from slayformer.evaluation.recall import draw_batch
@@ -27,7 +26,6 @@ LEARNABLE = Training(
 class SolvableTask(Task):
     """A task whose answers the tokens before them determine."""
 
-    category = "Solvable (ours)"
     training = LEARNABLE
 
 
@@ -57,15 +55,16 @@ class InContextBigrams(SolvableTask):
         for t in range(1, self.length):
             before_B1 = ids_BT[:, t - 1 : t]
             follows = successors.gather(1, before_B1.clamp_max(self.triggers - 1))
-            ids_BT[:, t : t + 1] = torch.where(before_B1 < self.triggers, follows, ids_BT[:, t, None])
+            ids_BT[:, t : t + 1] = torch.where(
+                before_B1 < self.triggers, follows, ids_BT[:, t, None]
+            )
         return ids_BT
 
     def targets(self, ids_BT: Tensor) -> Tensor:
-        # of the last trigger the successor is not among the tokens
-        next_BT = F.pad(ids_BT[:, 1:], (0, 1), value=IGNORE_INDEX)
-        seen_before_BT = (ids_BT[:, :, None] == ids_BT[:, None, :]).tril(-1).any(dim=-1)
-        asked_BT = (ids_BT < self.triggers) & seen_before_BT
-        return next_BT.masked_fill(~asked_BT, IGNORE_INDEX)
+        same_BTS = (ids_BT[:, :, None] == ids_BT[:, None, :]).tril(-1)
+        asked_BT = (ids_BT < self.triggers) & same_BTS.any(dim=-1)
+        follower_BT = ids_BT.gather(1, same_BTS.long().argmax(dim=-1) + 1)
+        return follower_BT.masked_fill(~asked_BT, IGNORE_INDEX)
 
 
 class SolvableStack(SolvableTask):
@@ -110,7 +109,9 @@ class SolvableMultihop(SolvableTask):
         starts, middles, ends = (
             kind * third + distinct(samples, chains, third, draws) for kind in range(3)
         )
-        facts_BN2 = torch.stack([torch.cat([starts, middles], 1), torch.cat([middles, ends], 1)], -1)
+        facts_BN2 = torch.stack(
+            [torch.cat([starts, middles], 1), torch.cat([middles, ends], 1)], -1
+        )
         order_BN = distinct(samples, 2 * chains, 2 * chains, draws)
         told_BN2 = facts_BN2.gather(1, order_BN[..., None].expand_as(facts_BN2))
         return torch.cat([told_BN2.flatten(1), starts], dim=1)

@@ -15,7 +15,7 @@ class Stack(Task):
     As published a PUSH does not show its value, so that nobody can name it again.
     """
 
-    name, category, length, vocabulary_size = "stack", "Reasoning", 32, 32
+    name, length, vocabulary_size = "stack", 32, 32
     pop_probability, push_probability = 0.3, 0.5
 
     def draw(self, samples: int, draws: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -53,7 +53,7 @@ class Induction(Task):
     It occurs nowhere else, and the last token tells nothing.
     """
 
-    name, category, length, vocabulary_size = "induction", "Reasoning", 64, 64
+    name, length, vocabulary_size = "induction", 64, 64
 
     def tokens(self, samples: int, draws: torch.Generator) -> Tensor:
         size, length = self.vocabulary_size, self.length
@@ -73,7 +73,7 @@ class Induction(Task):
 class Pattern(Task):
     """A pattern of four tokens repeats: which token is next?"""
 
-    name, category, length, vocabulary_size = "pattern", "Reasoning", 32, 16
+    name, length, vocabulary_size = "pattern", 32, 16
     period = 4
 
     def tokens(self, samples: int, draws: torch.Generator) -> Tensor:
@@ -93,7 +93,7 @@ class Pattern(Task):
 class Bigram(Task):
     """Each answer is what one fixed table says of the token."""
 
-    name, category, length, vocabulary_size = "bigram", "Pattern", 32, 32
+    name, length, vocabulary_size = "bigram", 32, 32
 
     def __init__(self) -> None:
         size = self.vocabulary_size

@@ -12,7 +12,7 @@ from slayformer.paper.tasks.base import Task
 class NoisyCopy(Task):
     """Copy, but tokens of the second half can be noise (V − 1), of which the answer is 0."""
 
-    name, category, length, vocabulary_size = "noisy_copy", "Robustness", 64, 32
+    name, length, vocabulary_size = "noisy_copy", 64, 32
     noise = 0.3
 
     def tokens(self, samples: int, draws: torch.Generator) -> Tensor:
@@ -31,7 +31,7 @@ class Compression(Task):
     The t-th run has begun at place t only if every run before it is a single token.
     """
 
-    name, category, length, vocabulary_size = "compression", "Robustness", 32, 16
+    name, length, vocabulary_size = "compression", 32, 16
     longest = 3
 
     def tokens(self, samples: int, draws: torch.Generator) -> Tensor:
