@@ -59,7 +59,7 @@ BY_HAND: list[tuple[str, dict[str, int], list[int], list[int] | int]] = [
     ("noisy_copy", {}, [6, 2, 31, 4], [6, 2, 0, 4]),
     ("compression", {}, [5, 5, 3, 3, 3, 5, 1], [5, 3, 5, 1, 0, 0, 0]),
     ("histogram", {}, [4, 0, 4, 4, 2, 0, 0], [3, 0, 1, 0, 3, 0, 0]),
-    ("incontext_bigram", {}, [3, 20, 9, 3, 20, 3], [NO, NO, NO, 20, NO, 20]),
+    ("incontext_bigram", {}, [3, 12, 9, 3, 12, 3], [NO, NO, NO, 12, NO, 12]),
     ("solvable_stack", {}, [7, 9, 31, 4, 31, 31], [NO, NO, 9, NO, 4, 7]),
     (
         "solvable_multihop",
@@ -145,7 +145,7 @@ def test_drawn_sequences_are_what_the_task_says() -> None:
         followers = defaultdict(set)
         for token, after in pairwise(row):
             followers[token].add(after)
-        assert all(len(followers[trigger]) <= 1 for trigger in range(8))
+        assert all(len(followers[trigger]) <= 1 for trigger in range(4))
     ids, targets = TASKS["stack"].draw(500, draws)
     depth = torch.where(ids == 30, 1, torch.where(ids == 31, -1, 0)).cumsum(1)
     assert (depth >= 0).all()
@@ -187,7 +187,7 @@ CHANCES = {
     "addition": math.comb(16, 8) / 2**16,
     "counting": 32 * (1 / 32) * (31 / 32) ** 31,
     "solvable_multihop": 1 / 16,
-    "mqar": 1 / 32,
+    "mqar": 1 / 16,
 }
 
 
@@ -233,7 +233,7 @@ def test_the_posterior_is_what_counting_finds(name: str) -> None:
         counts.index_add_(0, group, answers[:, t])
         likely = torch.zeros_like(counts).index_copy_(0, group, posterior[:, t])
         total = counts.sum(-1, keepdim=True)
-        error = 5 * (likely * (1 - likely).clamp_min(0) / total).sqrt() + 5 / total
+        error = 5 * ((likely * (1 - likely)).clamp_min(0) / total).sqrt() + 5 / total
         assert ((counts / total - likely).abs() < error).all(), t
 
 

@@ -15,8 +15,8 @@ from slayformer.paper.tasks.base import Task, Training, distinct
 from slayformer.training.objective import IGNORE_INDEX
 
 LEARNABLE = Training(
-    updates=600,
-    samples=32,
+    updates=400,
+    samples=64,
     optimizer=OptimizerConfig(learning_rate=5e-3, weight_decay=0.1),
     schedule=ScheduleConfig(decay="cosine", warmup_updates=50, final_fraction=0.1),
     published_model=False,
@@ -32,7 +32,7 @@ class SolvableTask(Task):
 class AssociativeRecall(SolvableTask):
     """Multi-query associative recall: pairs of key and value, then every key asks for its value."""
 
-    name, length, vocabulary_size = "mqar", 64, 64
+    name, length, vocabulary_size = "mqar", 32, 32
 
     def draw(self, samples: int, draws: torch.Generator) -> tuple[Tensor, Tensor]:
         half = self.vocabulary_size // 2
@@ -40,13 +40,13 @@ class AssociativeRecall(SolvableTask):
 
 
 class InContextBigrams(SolvableTask):
-    """Each of eight triggers has a successor, drawn anew for each sequence; it is asked for again.
+    """Each of four triggers has a successor, drawn anew for each sequence; it is asked for again.
 
     Every other token is followed by a random one.
     """
 
-    name, length, vocabulary_size = "incontext_bigram", 64, 32
-    triggers = 8
+    name, length, vocabulary_size = "incontext_bigram", 32, 16
+    triggers = 4
 
     def tokens(self, samples: int, draws: torch.Generator) -> Tensor:
         size, shape = self.vocabulary_size, (samples, self.length)
@@ -88,7 +88,7 @@ class SolvableStack(SolvableTask):
         # depth after each token: what pops to depth d was pushed at the last step up from d
         depth_BT = torch.where(pops_BT, -1, 1).cumsum(dim=1)
         pushed_to_BT = depth_BT.masked_fill(pops_BT, -1)
-        stack_BD = torch.zeros(len(ids_BT), ids_BT.shape[1] + 1, dtype=torch.long)
+        stack_BD = torch.zeros(len(ids_BT), ids_BT.shape[1] + 2, dtype=torch.long)
         targets_BT = torch.full_like(ids_BT, IGNORE_INDEX)
         for t in range(ids_BT.shape[1]):
             top_B1 = stack_BD.gather(1, depth_BT[:, t : t + 1] + 1)
