@@ -61,5 +61,5 @@ hooks: .venv/installed ## run lint before every git commit
 		echo "Creating the virtual environment .venv with $$python"; \
 		$$python -m venv --clear .venv; fi
 	@echo "Installing the project and its packages into .venv (several minutes the first time)"
-	@$(VENV_PYTHON) -m pip install --constraint constraints.txt --editable '.[demo,test,dev]'
+	@$(VENV_PYTHON) -m pip install --constraint constraints.txt --editable '.[demo,paper,test,dev]'
 	@touch $@

@@ -28,12 +28,12 @@ import slayformer
 from slayformer.config import one_of, positive
 from slayformer.config_loading import load_config
 from slayformer.errors import ConfigError, UserError, nearest
-from slayformer.paper.item import Item, Request, Table
+from slayformer.paper.files import write_picture, write_table
+from slayformer.paper.item import Item, Request
 from slayformer.paper.items import ITEMS
-from slayformer.paper.render import Shown, claims_table, comma_separated, latex, markdown, page
+from slayformer.paper.render import Shown, claims_table, page
 
 PACKAGE = Path(slayformer.__file__).parent
-WRITERS = {"md": markdown, "csv": comma_separated, "tex": latex}
 
 
 @dataclass
@@ -97,7 +97,7 @@ def run(config: PaperConfig, items: Sequence[Item] = ITEMS) -> Path:
     about = f"size {config.size}; {time.strftime('%Y-%m-%d')}; slayformer {slayformer.__version__}"
     claims = [claim for one in shown for claim in one.claims]
     if claims:
-        _write_table(directory, claims_table(claims))
+        write_table(directory, claims_table(claims))
     index = directory / "index.html"
     index.write_text(page(shown, about), encoding="utf-8")
     console.print(str(index), soft_wrap=True, highlight=False, markup=False)
@@ -120,10 +120,9 @@ def _show(
         data = record["data"]
         tables, pictures = item.tables(data), item.draw(data)
         for table in tables:
-            _write_table(directory, table)
+            write_table(directory, table)
         for picture in pictures:
-            for suffix in ("png", "pdf"):
-                picture.figure.savefig(directory / f"{picture.name}.{suffix}")
+            write_picture(directory, picture)
         captions = [(picture.name, picture.caption) for picture in pictures]
         return Shown(item, _about(record), tables, captions, item.claims(data))
     except UserError as error:
@@ -181,11 +180,6 @@ def _about(record: dict[str, Any]) -> str:
     if record["code"] != code_digest():
         text += "; the code has changed since, redo=true computes it again"
     return text
-
-
-def _write_table(directory: Path, table: Table) -> None:
-    for suffix, write in WRITERS.items():
-        (directory / f"{table.name}.{suffix}").write_text(write(table), encoding="utf-8")
 
 
 def plain(value: Any) -> Any:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 from slayformer.paper.item import FAILS, HOLDS, HOLDS_AT, Claim, Data, Item, Picture, Request, Table
 from slayformer.paper.published import TABLE_7, TABLE_8, TABLE_8_MECHANISMS
@@ -22,30 +23,67 @@ BOUNDS = ("chance", "ceiling")
 
 def compute(request: Request) -> Data:
     """Return accuracies by task and mechanism, a number a seed, with each task's bounds."""
-    seeds = [FIRST_SEED + number for number in range(request.seed_count(quick=1, full=3))]
-    cells = [
-        Cell(task, mechanism, seed) for seed in seeds for task in TASKS for mechanism in MECHANISMS
-    ]
-    results = train_cells(
-        cells, request.directory, processes=request.processes, progress=request.progress
+    return measure(
+        tuple(TASKS),
+        MECHANISMS,
+        [FIRST_SEED + number for number in range(request.seed_count(quick=1, full=3))],
+        request.directory,
+        processes=request.processes,
+        progress=request.progress,
     )
+
+
+def measure(
+    tasks: Sequence[str],
+    mechanisms: Sequence[str],
+    seeds: Sequence[int],
+    directory: Path,
+    *,
+    processes: int,
+    updates: int | None = None,
+    progress: Callable[[float], None] = lambda share: None,
+) -> Data:
+    """Return what `compute` does; cells that `directory` keeps are not trained again."""
+    cells = [
+        Cell(task, mechanism, seed, updates)
+        for seed in seeds
+        for task in tasks
+        for mechanism in mechanisms
+    ]
+    results = train_cells(cells, directory, processes=processes, progress=progress)
     accuracy: dict[str, dict[str, list[float]]] = {}
     for cell, result in zip(cells, results, strict=True):
         by_mechanism = accuracy.setdefault(cell.task, {})
         by_mechanism.setdefault(cell.mechanism, []).append(result["accuracy"])
     bounds = {
-        name: {"chance": chance(TASKS[name]), "ceiling": ceiling(TASKS[name])} for name in TASKS
+        name: {"chance": chance(TASKS[name]), "ceiling": ceiling(TASKS[name])} for name in tasks
     }
-    return {"seeds": seeds, "mechanisms": MECHANISMS, "accuracy": accuracy, "bounds": bounds}
+    return {
+        "seeds": list(seeds),
+        "mechanisms": list(mechanisms),
+        "accuracy": accuracy,
+        "bounds": bounds,
+    }
+
+
+def categories(data: Data) -> dict[str, list[str]]:
+    """Return the measured tasks by the paper's category, those with none left out."""
+    measured = {
+        category: [name for name in names if name in data["accuracy"]]
+        for category, (names, _) in TABLE_7.items()
+    }
+    return {category: names for category, names in measured.items() if names}
 
 
 def tables(data: Data) -> Sequence[Table]:
     """Return Table 8, Table 3, Table 7 with what each task leaves to learn, and our own tasks."""
-    return [_table_8(data), _table_3(data), _table_7(data), _ours(data)]
+    own = [name for name in OURS if name in data["accuracy"]]
+    found = [_table_8(data), _table_3(data), _table_7(data)] if categories(data) else []
+    return [*found, _ours(data, own)] if own else found
 
 
 def _table_8(data: Data) -> Table:
-    rows = [_row(data, name) for names, _ in TABLE_7.values() for name in names]
+    rows = [_row(data, name) for names in categories(data).values() for name in names]
     return Table(
         "table_8",
         "Table 8: accuracy on the 22 tasks (published value in brackets)",
@@ -56,13 +94,13 @@ def _table_8(data: Data) -> Table:
     )
 
 
-def _ours(data: Data) -> Table:
+def _ours(data: Data, names: Sequence[str]) -> Table:
     training = TASKS[OURS[0]].training
     return Table(
         "solvable_tasks",
         "Not in the paper: tasks whose context holds every answer",
         ["task", *data["mechanisms"], *BOUNDS],
-        [_row(data, name) for name in OURS],
+        [_row(data, name) for name in names],
         f"{_spread_note(data)} GPT-2 of 2 layers with short convolutions, {training.updates} "
         f"updates of {training.samples} sequences.",
     )
@@ -70,7 +108,7 @@ def _ours(data: Data) -> Table:
 
 def _table_3(data: Data) -> Table:
     rows = []
-    for category, (names, _) in TABLE_7.items():
+    for category, names in categories(data).items():
         cells = [
             _with_published(
                 f"{_mean_over_tasks(data, names, mechanism):.3f}",
@@ -91,9 +129,9 @@ def _table_3(data: Data) -> Table:
 
 def _table_7(data: Data) -> Table:
     rows = []
-    for category, (names, tests) in TABLE_7.items():
+    for category, names in categories(data).items():
         empty = [name for name in names if _room(data, name) < NOTHING_TO_LEARN]
-        rows.append([category, ", ".join(names), tests, ", ".join(empty) or "–"])
+        rows.append([category, ", ".join(names), TABLE_7[category][1], ", ".join(empty) or "–"])
     return Table(
         "table_7",
         "Table 7: the categories, and tasks that leave nothing to learn",
@@ -156,14 +194,17 @@ def draw(data: Data) -> Sequence[Picture]:
     import numpy as np
     from matplotlib.figure import Figure
 
-    names = [name for group, _ in TABLE_7.values() for name in group] + list(OURS)
+    groups = [*categories(data).values(), [name for name in OURS if name in data["accuracy"]]]
+    names = [name for group in groups for name in group]
     mechanisms = list(data["mechanisms"])
     shares = np.full((len(names), len(mechanisms)), np.nan)
     for row, name in enumerate(names):
         if _room(data, name) >= NOTHING_TO_LEARN:
             over = [_mean(data, name, m) - data["bounds"][name]["chance"] for m in mechanisms]
             shares[row] = np.clip(np.array(over) / _room(data, name), 0, 1)
-    figure = Figure(figsize=(8.5, 9.5), layout="constrained", dpi=150)
+    figure = Figure(
+        figsize=(2.5 + len(mechanisms), 2.5 + 0.27 * len(names)), layout="constrained", dpi=150
+    )
     axes = figure.subplots()
     axes.set_facecolor("#dddddd")
     image = axes.imshow(shares, cmap="viridis", vmin=0, vmax=1, aspect="auto")
@@ -182,8 +223,7 @@ def draw(data: Data) -> Sequence[Picture]:
     axes.set_xticks(range(len(mechanisms)), mechanisms)
     axes.xaxis.tick_top()
     axes.set_yticks(range(len(names)), names)
-    ends = np.cumsum([len(group) for group, _ in TABLE_7.values()])
-    for end in ends:
+    for end in np.cumsum([len(group) for group in groups])[:-1]:
         axes.axhline(end - 0.5, color="white", linewidth=2)
     label = "share of the way from chance to the ceiling (grey: nothing to learn)"
     figure.colorbar(image, label=label, location="bottom", shrink=0.7, aspect=40)
