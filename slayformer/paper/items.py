@@ -5,6 +5,7 @@ from __future__ import annotations
 from slayformer.paper import (
     ablation,
     context_length,
+    extreme_classification,
     kernel_curves,
     normalisers,
     plane,
@@ -13,6 +14,7 @@ from slayformer.paper import (
     reconstruction,
     selectivity,
     sphere,
+    synthetic_tasks,
     theory,
 )
 from slayformer.paper.item import Item
@@ -23,6 +25,8 @@ ITEMS: tuple[Item, ...] = (
     theory.ITEM,
     plane.ITEM,
     context_length.ITEM,
+    synthetic_tasks.ITEM,
+    extreme_classification.ITEM,
     kernel_curves.ITEM,
     normalisers.ITEM,
     quadrature.ITEM,
