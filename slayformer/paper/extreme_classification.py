@@ -10,6 +10,7 @@ import json
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -108,30 +109,26 @@ def measure(
         linear = _kept(
             directory / "omikuji.json",
             {"data": digest},
-            lambda: score_omikuji(train_file, test_file, train, test),
+            partial(score_omikuji, train_file, test_file, train, test),
         )
         rows.append({"method": "omikuji", "scores": [linear["scores"]]})
-    total, done = len(encoders) * len(mechanisms) * len(seeds), 0
-    for encoder in encoders:
-        for mechanism in mechanisms:
-            scores = []
-            for seed in seeds:
-                options, own = load_preset(mechanism), replace(settings, encoder=encoder)
-                result = _kept(
-                    directory / f"{mechanism}-{encoder}-seed{seed}.json",
-                    {"data": digest, "attention": to_plain(options), "settings": to_plain(own)},
-                    lambda options=options, own=own, seed=seed, done=done: train_and_score(
-                        train,
-                        test,
-                        options,
-                        own,
-                        seed,
-                        lambda part: progress((done + part) / total),
-                    ),
-                )
-                done += 1
-                scores.append(result["scores"])
-            rows.append({"method": mechanism, "encoder": encoder, "scores": scores})
+    work = [(encoder, mechanism) for encoder in encoders for mechanism in mechanisms]
+    total, done = len(work) * len(seeds), 0
+    for encoder, mechanism in work:
+        options, own, scores = load_preset(mechanism), replace(settings, encoder=encoder), []
+        for seed in seeds:
+
+            def told(part: float, done: int = done) -> None:
+                progress((done + part) / total)
+
+            result = _kept(
+                directory / f"{mechanism}-{encoder}-seed{seed}.json",
+                {"data": digest, "attention": to_plain(options), "settings": to_plain(own)},
+                partial(train_and_score, train, test, options, own, seed, told),
+            )
+            done += 1
+            scores.append(result["scores"])
+        rows.append({"method": mechanism, "encoder": encoder, "scores": scores})
     return {
         "training_documents": len(train),
         "test_documents": len(test),

@@ -97,13 +97,13 @@ def run(config: XmcConfig) -> None:
 def prepare(config: PrepareXmcConfig) -> None:
     """Write train.txt and test.txt made from WordNet and say what is in them."""
     directory, console = Path(config.directory), Console()
-    directory.mkdir(parents=True, exist_ok=True)
     sides = make_documents(
         read_synsets(Path(config.source)),
         least_feature_documents=config.least_feature_documents,
         least_label_documents=config.least_label_documents,
         most_label_share=config.most_label_share,
     )
+    directory.mkdir(parents=True, exist_ok=True)
     for name, documents in zip(("train.txt", "test.txt"), sides, strict=True):
         write_documents(directory / name, documents)
         told = (

@@ -14,8 +14,9 @@ from torch.nn import functional as F
 
 from slayformer.attention.base import generator
 from slayformer.errors import ConfigError
+from slayformer.paper.item import FAILS, HOLDS, Data
 from slayformer.paper.published import TABLE_7, TABLE_8
-from slayformer.paper.synthetic_tasks import OURS
+from slayformer.paper.synthetic_tasks import MECHANISMS, OURS, claims, draw, tables
 from slayformer.paper.tasks import TASKS, task_named
 from slayformer.paper.tasks.base import Task, ceiling, chance
 from slayformer.paper.tasks.cells import Cell, train_cell, train_cells
@@ -261,6 +262,55 @@ def test_cells_are_kept_and_trained_again_only_if_asked_otherwise(tmp_path: Path
     kept.unlink()
     again = train_cells(cells, tmp_path, processes=2)
     assert again[0]["accuracy"] == results[0]["accuracy"]
+
+
+def measured(slay: float, others: float) -> Data:
+    """Return data as `measure` does, with the same accuracies for every task."""
+    by_mechanism = {name: [others, others + 0.02] for name in MECHANISMS} | {"slay": [slay, slay]}
+    bounds = {name: {"chance": 0.25, "ceiling": 1.0} for name in TASKS}
+    bounds["retrieval"] = {"chance": 1.0, "ceiling": 1.0}
+    accuracy = dict.fromkeys(TASKS, by_mechanism)
+    return {"seeds": [1, 2], "mechanisms": MECHANISMS, "accuracy": accuracy, "bounds": bounds}
+
+
+def test_tables_show_mean_spread_published_value_and_bounds() -> None:
+    data = measured(slay=0.5, others=0.3)
+    table_8, table_3, table_7, ours = tables(data)
+    rows = {row[0]: row for row in table_8.rows}
+    assert [*rows] == [name for names, _ in TABLE_7.values() for name in names]
+    assert table_8.columns == ["task", *MECHANISMS, "chance", "ceiling"]
+    # the sample standard deviation of .3 and .32 is .014; slay_best and bigram are not published
+    reverse = rows["reverse"]
+    assert reverse[1] == "0.310 ± 0.014 (0.51)"
+    assert reverse[5:] == ["0.500 ± 0.000 (0.42)", "0.310 ± 0.014", "0.250", "1.000"]
+    assert rows["bigram"][1] == "0.310 ± 0.014"
+    basic, memory = table_3.rows[:2]
+    assert basic[:2] == ["basic", f"0.310 ({(1.00 + 0.28 + 0.51) / 3:.2f})"]
+    assert memory[-2:] == [f"{(1 + 3 * 0.25) / 4:.3f}", "1.000"]
+    assert [row[3] for row in table_7.rows] == ["–", "retrieval", *["–"] * 6]
+    assert [row[0] for row in ours.rows] == [*OURS]
+    assert claims(data)[0].verdict == HOLDS
+    assert claims(measured(slay=0.2, others=0.3))[0].verdict == FAILS
+    # a part of the tasks, one seed
+    part = {"accuracy": {"reverse": {"slay": [0.5]}}, "mechanisms": ["slay"], "seeds": [1]}
+    shown = tables({**part, "bounds": data["bounds"]})
+    assert [table.name for table in shown] == ["table_8", "table_3", "table_7"]
+    assert shown[0].rows == [["reverse", "0.500 (0.42)", "0.250", "1.000"]]
+    assert shown[0].note.startswith("1 seed (1).")
+
+
+def test_the_heat_map_shows_every_task_and_mechanism(tmp_path: Path) -> None:
+    (picture,) = draw(measured(slay=0.5, others=0.3))
+    axes = picture.figure.axes[0]
+    assert [text.get_text() for text in axes.get_yticklabels()] == [*TASKS]
+    assert [text.get_text() for text in axes.get_xticklabels()] == [*MECHANISMS]
+    shares = axes.images[0].get_array()
+    names = [*TASKS]
+    # (.5 − .25) / (1 − .25) of the way; a task without a way is masked
+    assert shares[names.index("reverse"), MECHANISMS.index("slay")] == pytest.approx(1 / 3)
+    assert shares.mask[names.index("retrieval")].all()
+    assert not shares.mask[names.index("reverse")].any()
+    picture.figure.savefig(tmp_path / "map.png")
 
 
 @pytest.mark.slow

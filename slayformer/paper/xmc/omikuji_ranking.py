@@ -15,10 +15,11 @@ import numpy as np
 from slayformer.paper.xmc.data import read_documents
 
 
-def main(train_file: str, test_file: str, ranked_file: str, count: int) -> None:
+def main(train_file: str, test_file: str, ranked_file: str, first: str) -> None:
     """Train, rank and save."""
     import omikuji
 
+    count = int(first)
     model, test = omikuji.Model.train_on_data(train_file), read_documents(Path(test_file))
     ranked = np.zeros((len(test), count), np.int64)
     starts = test.features.starts
@@ -33,4 +34,4 @@ def main(train_file: str, test_file: str, ranked_file: str, count: int) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:4], count=int(sys.argv[4]))
+    main(*sys.argv[1:])
