@@ -55,7 +55,7 @@ class AttentionConfig:
 
     name: str
     mechanism: str | None = None
-    backend: str = one_of("auto", "torch", "cpu", default="auto")
+    backend: str = one_of("auto", "torch", "cpu", "triton", default="auto")
 
     def check(self) -> None:
         """Raise ConfigError if the options cannot work together."""

@@ -71,7 +71,7 @@ class LinearAttention(Attention):
     Chunking, decoding, padding, documents and the non-causal form come from here.
     """
 
-    backends = ("auto", "torch", "cpu")
+    backends = ("auto", "torch", "cpu", "triton")
     # added to the normaliser
     delta: float
     # M, and the summed widths of the factors whose scores are multiplied inside a chunk

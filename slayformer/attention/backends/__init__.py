@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slayformer.attention.backends import cpu
+from slayformer.attention.backends import cpu, triton_engine
 from slayformer.attention.backends.build import BuildError
 from slayformer.attention.walk import Walk, apply_walk
 from slayformer.errors import ConfigError
@@ -35,6 +35,7 @@ class Backend:
 
 BACKENDS: dict[str, Backend] = {
     "cpu": Backend(cpu.apply, cpu.obstacle),
+    "triton": Backend(triton_engine.apply, triton_engine.obstacle),
     "torch": Backend(apply_walk, lambda q, v: None),
 }
 

@@ -90,13 +90,13 @@ def _projected(
     epsilon, near_kind = None, engine.NO_KERNEL
     heads = q.shape[1]
     if projection.near_epsilon is not None:
-        epsilon, near_kind = _per_head(projection.near_epsilon, heads), engine.YAT
+        epsilon, near_kind = per_head(projection.near_epsilon, heads), engine.YAT
     call = Call(
         walk=walk,
         layout=_checked(layout),
         near_kind=near_kind,
-        near_scale_H=_constant(projection.near_scale, heads),
-        offset_H=None if offset is None else _constant(offset, heads),
+        near_scale_H=constant(projection.near_scale, heads),
+        offset_H=None if offset is None else constant(offset, heads),
         columns=projection.columns,
     )
     sides = [x if x.dtype == torch.bfloat16 else x.float() for x in (q, k)]
@@ -132,7 +132,7 @@ def _mapped(
     epsilon, near_scale, near_kind = None, None, engine.NO_KERNEL
     heads = q.shape[1]
     if isinstance(near, NearYat):
-        epsilon, near_scale = _per_head(near.epsilon, heads), _constant(near.scale, heads)
+        epsilon, near_scale = per_head(near.epsilon, heads), constant(near.scale, heads)
         near_kind = engine.YAT
     elif isinstance(near, NearExponential):
         near_kind = engine.EXPONENTIAL
@@ -145,7 +145,7 @@ def _mapped(
         layout=_checked(layout),
         near_kind=near_kind,
         near_scale_H=near_scale,
-        offset_H=None if offset is None else _constant(offset, heads),
+        offset_H=None if offset is None else constant(offset, heads),
         columns=None,
     )
     return compiled_walk(call, _value(v), memory, epsilon, None, None, None, None, *queries, *keys)
@@ -161,15 +161,15 @@ def _checked(layout: Layout) -> Layout:
     return layout
 
 
-def _per_head(x: Tensor | float, heads: int) -> Tensor:
+def per_head(x: Tensor | float, heads: int) -> Tensor:
     """Return a number or a [H, 1, 1] or [1] tensor as [H]."""
     if isinstance(x, Tensor):
         return x.float().reshape(-1).expand(heads).contiguous()
     return torch.full((heads,), x)
 
 
-def _constant(x: Tensor | float, heads: int) -> Tensor:
+def constant(x: Tensor | float, heads: int) -> Tensor:
     """The same for what the compiled walk gives no gradient of."""
     if isinstance(x, Tensor) and x.requires_grad:
         raise NotCovered("a learned scale or offset of this kind")
-    return _per_head(x, heads)
+    return per_head(x, heads)

@@ -1,0 +1,124 @@
+"""The Triton backend: from a walk's maps to the factors that its kernels walk over.
+
+As in the CPU backend, features are products and squares of narrow factors, and only those exist
+for a whole sequence, beside the states around chunks. Where a map is activations of one product
+(projection.py) a kernel makes them from q and k; else torch does, under ordinary autograd. Both
+happen again in the backward pass. triton itself is imported with the first call.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from slayformer.attention.backends import engine
+from slayformer.attention.backends.build import BuildError
+from slayformer.attention.backends.cpu import DTYPES, NotCovered, constant, factors, per_head
+from slayformer.attention.backends.triton_sides import (
+    INTERPRETED,
+    MOST_COLUMNS,
+    Layout,
+    Sides,
+    padded_width,
+    rounded_to,
+)
+from slayformer.attention.features import Features
+from slayformer.attention.near import NearExponential, NearYat
+from slayformer.attention.walk import Walk
+
+# widest heads of q, k and v
+MOST_WIDTH = 128
+KINDS = {engine.SQUARES: "squares", engine.LINEAR: "linear", engine.FACTOR: "factor"}
+
+
+def obstacle(q: Tensor, v: Tensor) -> str | None:
+    """Return what keeps the kernels from taking such tensors, or None."""
+    if not INTERPRETED:
+        if q.device.type != "cuda" or torch.version.hip:
+            return f"it computes on NVIDIA GPUs, not on {q.device.type}"
+        if torch.cuda.get_device_capability(q.device) < (8, 0):
+            return "it needs a GPU of compute capability 8.0 or newer"
+        if not any(map(shutil.which, (os.environ.get("CC", ""), "cc", "gcc", "clang"))):
+            return "triton needs a C compiler; install gcc or set CC"
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    if not {q.dtype, v.dtype} <= set(DTYPES):
+        return f"it computes with fp32, bf16 and fp16, not with {v.dtype}"
+    if max(q.shape[-1], v.shape[-1]) > MOST_WIDTH:
+        width = max(q.shape[-1], v.shape[-1])
+        return f"it takes heads up to {MOST_WIDTH} wide, not {width}"
+    return None
+
+
+def apply(
+    walk: Walk,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    memory: Tensor,
+    tensors: tuple[Tensor, ...],
+    offset: Tensor | float | None,
+) -> tuple[Tensor, Tensor]:
+    """See `walk.apply_walk`; raises NotCovered, and BuildError where kernels cannot be compiled."""
+    from triton.compiler import CompilationError
+    from triton.runtime.errors import OutOfResources
+
+    from slayformer.attention.backends import triton_walk
+
+    heads = q.shape[1]
+    call = triton_walk.Call(
+        walk=walk,
+        sides=_mapped(walk),
+        offset_H=None if offset is None else constant(offset, heads).to(v.device),
+    )
+    try:
+        output, after = triton_walk.walked(call, v, memory, q, k, *tensors)
+    except (CompilationError, OutOfResources) as error:
+        raise BuildError(f"triton could not compile it: {error}") from error
+    return output, after if walk.has_future else memory
+
+
+def _mapped(walk: Walk) -> Callable[..., Sides]:
+    """Return what gives the sides by torch's own operations."""
+
+    def sides(q: Tensor, k: Tensor, *tensors: Tensor) -> Sides:
+        dtype = q.dtype
+        q, k = q.float(), k.float()
+        query = walk.feature_map(q, *tensors, is_query=True, positions=walk.positions_BT)
+        key = walk.feature_map(k, *tensors, is_query=False, positions=walk.keys.positions_BS)
+        layout, x_query = _joined(query, dtype)
+        _, x_key = _joined(key, dtype)
+        if walk.near is None:
+            return Sides(layout, x_query, x_key)
+        near = walk.near(q, k, *tensors)
+        vectors = near.query_BHTD, near.key_BHSD
+        if isinstance(near, NearExponential):
+            return Sides(layout, x_query, x_key, "exponential", *vectors)
+        if not isinstance(near, NearYat):
+            raise NotCovered(type(near).__name__)
+        heads = q.shape[1]
+        numbers = per_head(near.epsilon, heads).to(q.device), constant(near.scale, heads)
+        return Sides(layout, x_query, x_key, "yat", *vectors, *numbers)
+
+    return sides
+
+
+def _joined(features: Features, dtype: torch.dtype) -> tuple[Layout, Tensor]:
+    """Return the factors of `features` side by side, [B, H, T, F]; raises NotCovered."""
+    parts, tensors = factors(features)
+    layout = tuple(
+        (KINDS[kind], x.shape[-1], block)
+        for (kind, block), x in zip(parts, tensors, strict=True)
+    )
+    width = padded_width(layout)
+    if width > MOST_COLUMNS and any(kind != "linear" for kind, _, _ in layout):
+        raise NotCovered(f"a map with factors of {width} columns")
+    padding = width - sum(columns for _, columns, _ in layout)
+    if padding:
+        tensors = [*tensors, tensors[0].new_zeros(*tensors[0].shape[:-1], padding)]
+    return layout, rounded_to(torch.cat(tensors, dim=-1), dtype)

@@ -1,0 +1,477 @@
+"""Kernels of a chunk: its outputs, and the gradients of pairs that meet one by one."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from slayformer.attention.backends.triton_math import (
+    FACTOR,
+    LINEAR,
+    NO_KERNEL,
+    columns_of,
+    features_of,
+    inverse_norms,
+    is_near,
+    near_scores_of,
+    product,
+    query_places,
+    rounded,
+    rows_of,
+    scores_of,
+    sees,
+)
+
+UNSPECIALISED = ["length", "chunk", "chunks", "tiles", "lag", "strict", "near_size"]
+
+
+@triton.jit
+def near_products(
+    x,
+    x_rows,
+    x_mask,
+    x_token,
+    y,
+    y_rows,
+    y_mask,
+    y_token,
+    zero,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    FORM: tl.constexpr,
+):
+    """Return x·y [X, Y] of the near kernel's vectors, of their directions with NORMALISE."""
+    d = tl.arange(0, BD)
+    own = rows_of(x, x_rows, x_mask, x_token, d, D)
+    other = columns_of(y, y_rows, y_mask, y_token, d, D)
+    s = product(own, other, zero, FORM)
+    if NORMALISE:
+        s *= inverse_norms(own, 1)[:, None] * inverse_norms(other, 0)[None, :]
+    return s
+
+
+@triton.jit(do_not_specialize=UNSPECIALISED)
+def chunk_outputs(
+    x_query,
+    x_key,
+    value,
+    near_query,
+    near_key,
+    epsilon,
+    near_scale,
+    offset,
+    around,
+    sums_around,
+    output,
+    normaliser,
+    groups,
+    table,
+    scale,
+    key_mask,
+    reads,
+    query_documents,
+    key_documents,
+    query_positions,
+    key_positions,
+    value_batch,
+    value_head,
+    value_token,
+    near_query_batch,
+    near_query_head,
+    near_query_token,
+    near_key_batch,
+    near_key_head,
+    near_key_token,
+    output_batch,
+    output_head,
+    output_token,
+    normaliser_head,
+    normaliser_token,
+    length,
+    chunk,
+    chunks,
+    tiles,
+    lag,
+    strict,
+    near_size,
+    H: tl.constexpr,
+    E: tl.constexpr,
+    F: tl.constexpr,
+    M: tl.constexpr,
+    D: tl.constexpr,
+    TERMS: tl.constexpr,
+    SQUARES: tl.constexpr,
+    HAS_LINEAR: tl.constexpr,
+    HAS_FACTOR: tl.constexpr,
+    NEAR: tl.constexpr,
+    RULE: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    BT: tl.constexpr,
+    BM: tl.constexpr,
+    BE: tl.constexpr,
+    BF: tl.constexpr,
+    BD: tl.constexpr,
+    HAS_STATE: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    HAS_DOCUMENTS: tl.constexpr,
+    IS_QUOTIENT: tl.constexpr,
+    FORM: tl.constexpr,
+    NEAR_FORM: tl.constexpr,
+):
+    """Write what a tile of queries gets from the state and from keys; grid (tiles, B·H)."""
+    c = tl.program_id(0) // tiles
+    head = tl.program_id(1).to(tl.int64)
+    b = head // H
+    h = head % H
+    total_length = length + lag
+    start = c * chunk
+    first = start + (tl.program_id(0) % tiles) * BT
+    t = first + tl.arange(0, BT)
+    stop = tl.minimum(start + chunk, length)
+    t_mask = t < stop
+    e = tl.arange(0, BE)
+    x_query += head * length * F
+    x_key += head * total_length * F
+    value += b * value_batch + h * value_head
+    sums = tl.zeros((BT, BE), tl.float32)
+    norm = tl.zeros((BT,), tl.float32)
+    if HAS_STATE:
+        around += (head * chunks + c) * M * E
+        sums_around += (head * chunks + c) * M
+        for block in range(0, M, BM):
+            m = block + tl.arange(0, BM)
+            phi = features_of(x_query, t, t_mask, table, scale, m, F, M, TERMS)
+            inside = (m < M)[:, None] & (e < E)[None, :]
+            state = tl.load(around + m[:, None] * E + e[None, :], mask=inside, other=0.0)
+            total = tl.load(sums_around + m, mask=m < M, other=0.0)
+            sums = product(phi, state, sums, FORM)
+            norm += tl.sum(rounded(phi, FORM) * total[None, :], 1)
+        if HAS_DOCUMENTS:
+            read = tl.load(reads + b * length + t, mask=t_mask, other=0).to(tl.float32)
+            sums *= read[:, None]
+            norm *= read
+    t_document, t_position = query_places(
+        query_documents, query_positions, b, length, t, t_mask, HAS_DOCUMENTS
+    )
+    # a tile past the chunk's end has no queries
+    end = tl.where(first < stop, tl.minimum(first + BT, stop) + lag, start)
+    for tile in range(start, end, BT):
+        s = tile + tl.arange(0, BT)
+        s_mask = s < total_length
+        s_document, s_position = query_places(
+            key_documents, key_positions, b, total_length, s, s_mask, HAS_DOCUMENTS
+        )
+        met_mask = s_mask
+        if HAS_MASK:
+            met_mask = met_mask & (
+                tl.load(key_mask + b * total_length + s, mask=s_mask, other=0) != 0
+            )
+        met = sees(
+            t[:, None],
+            t_mask[:, None],
+            t_document[:, None],
+            s[None, :],
+            met_mask[None, :],
+            s_document[None, :],
+            chunk,
+            lag,
+            strict,
+            HAS_DOCUMENTS,
+        )
+        p, r = scores_of(
+            x_query,
+            t,
+            t_mask,
+            x_key,
+            s,
+            s_mask,
+            groups,
+            BT,
+            BT,
+            F,
+            BF,
+            SQUARES,
+            HAS_LINEAR,
+            HAS_FACTOR,
+            FORM,
+        )
+        score = p * r
+        if NEAR != NO_KERNEL:
+            products = near_products(
+                near_query + b * near_query_batch + h * near_query_head,
+                t,
+                t_mask,
+                near_query_token,
+                near_key + b * near_key_batch + h * near_key_head,
+                s,
+                s_mask,
+                near_key_token,
+                tl.zeros((BT, BT), tl.float32),
+                D,
+                BD,
+                NORMALISE,
+                NEAR_FORM,
+            )
+            exact, _, _ = near_scores_of(
+                products, tl.load(epsilon + h), tl.load(near_scale + h), NEAR
+            )
+            near = is_near(t_position[:, None], s_position[None, :], near_size, RULE)
+            score = tl.where(near, exact, score)
+        score = tl.where(met, score, 0.0)
+        v = rows_of(value, s, s_mask, value_token, e, E)
+        sums = product(score, v, sums, FORM)
+        norm += tl.sum(rounded(score, FORM), 1)
+    if IS_QUOTIENT:
+        norm += tl.load(offset + h)
+        sums = sums / tl.where(t_mask, norm, 1.0)[:, None]
+    at = output + b * output_batch + h * output_head + t[:, None] * output_token + e[None, :]
+    tl.store(at, sums.to(output.dtype.element_ty), mask=t_mask[:, None] & (e < E)[None, :])
+    tl.store(normaliser + head * normaliser_head + t * normaliser_token, norm, mask=t_mask)
+
+
+@triton.jit(do_not_specialize=UNSPECIALISED)
+def pairs_backward(
+    x,
+    y,
+    a,
+    weight,
+    other_a,
+    near_x,
+    near_y,
+    epsilon,
+    near_scale,
+    d_x,
+    d_near,
+    d_value,
+    d_epsilon,
+    groups,
+    key_mask,
+    query_documents,
+    key_documents,
+    query_positions,
+    key_positions,
+    a_batch,
+    a_head,
+    a_token,
+    other_a_batch,
+    other_a_head,
+    other_a_token,
+    near_x_batch,
+    near_x_head,
+    near_x_token,
+    near_y_batch,
+    near_y_head,
+    near_y_token,
+    length,
+    chunk,
+    tiles,
+    lag,
+    strict,
+    near_size,
+    H: tl.constexpr,
+    E: tl.constexpr,
+    F: tl.constexpr,
+    D: tl.constexpr,
+    SQUARES: tl.constexpr,
+    HAS_LINEAR: tl.constexpr,
+    HAS_FACTOR: tl.constexpr,
+    NEAR: tl.constexpr,
+    RULE: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    BT: tl.constexpr,
+    BE: tl.constexpr,
+    BF: tl.constexpr,
+    BD: tl.constexpr,
+    IS_KEY: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    HAS_DOCUMENTS: tl.constexpr,
+    FORM: tl.constexpr,
+    NEAR_FORM: tl.constexpr,
+):
+    """Write the gradients of a tile of one side; grid (tiles, B·H, blocks of columns).
+
+    For queries x, a, other_a are X_q, dN, v; for keys X_k, v, dN; `weight` is dZ for both. A
+    block's program writes its columns of d_x [B·H, own length, F]; the first also the near
+    vectors' gradient [B·H, own length, D], for keys d_value [B·H, own length, E], for queries
+    −Σ dε [B·H, tiles].
+    """
+    number = tl.program_id(0)
+    head = tl.program_id(1).to(tl.int64)
+    writes_all = tl.program_id(2) == 0
+    b = head // H
+    h = head % H
+    total_length = length + lag
+    own_length = total_length if IS_KEY else length
+    other_length = length if IS_KEY else total_length
+    start = (number // tiles) * chunk
+    first = start + (number % tiles) * BT
+    own = first + tl.arange(0, BT)
+    stop = tl.minimum(start + chunk, own_length)
+    own_mask = own < stop
+    if IS_KEY:
+        # the queries up to the end of the chunk, from those that the lag lets see the first key
+        low = tl.maximum(first - lag + strict, 0)
+        high = tl.minimum(start + chunk, length)
+    else:
+        low = start
+        high = tl.minimum(first + BT, stop) + lag
+    high = tl.where(first < stop, high, low)
+    e = tl.arange(0, BE)
+    d = tl.arange(0, BD)
+    f = tl.program_id(2) * BF + tl.arange(0, BF)
+    x += head * own_length * F
+    y += head * other_length * F
+    a += b * a_batch + h * a_head
+    other_a += b * other_a_batch + h * other_a_head
+    near_x += b * near_x_batch + h * near_x_head
+    near_y += b * near_y_batch + h * near_y_head
+    weight += head * length
+    group = tl.load(groups + f, mask=f < F, other=-1)[None, :]
+    own_a = rows_of(a, own, own_mask, a_token, e, E)
+    d_rows = tl.zeros((BT, BF), tl.float32)
+    d_v = tl.zeros((BT, BE), tl.float32)
+    d_n = tl.zeros((BT, BD), tl.float32)
+    d_eps = tl.zeros((BT,), tl.float32)
+    zero = tl.zeros((BT, BT), tl.float32)
+    if IS_KEY:
+        own_document, own_position = query_places(
+            key_documents, key_positions, b, total_length, own, own_mask, HAS_DOCUMENTS
+        )
+        key_real = own_mask
+        if HAS_MASK:
+            there = tl.load(key_mask + b * total_length + own, mask=own_mask, other=0)
+            key_real = key_real & (there != 0)
+    else:
+        own_document, own_position = query_places(
+            query_documents, query_positions, b, length, own, own_mask, HAS_DOCUMENTS
+        )
+        own_weight = tl.load(weight + own, mask=own_mask, other=0.0)
+    for tile in range(low, high, BT):
+        other = tile + tl.arange(0, BT)
+        other_mask = other < other_length
+        other_value = columns_of(other_a, other, other_mask, other_a_token, e, E)
+        d_score = product(own_a, other_value, zero, FORM)
+        if IS_KEY:
+            document, position = query_places(
+                query_documents, query_positions, b, length, other, other_mask, HAS_DOCUMENTS
+            )
+            d_score += tl.load(weight + other, mask=other_mask, other=0.0)[None, :]
+            met = sees(
+                other[None, :],
+                other_mask[None, :],
+                document[None, :],
+                own[:, None],
+                key_real[:, None],
+                own_document[:, None],
+                chunk,
+                lag,
+                strict,
+                HAS_DOCUMENTS,
+            )
+        else:
+            document, position = query_places(
+                key_documents, key_positions, b, total_length, other, other_mask, HAS_DOCUMENTS
+            )
+            d_score += own_weight[:, None]
+            met_mask = other_mask
+            if HAS_MASK:
+                there = tl.load(key_mask + b * total_length + other, mask=other_mask, other=0)
+                met_mask = met_mask & (there != 0)
+            met = sees(
+                own[:, None],
+                own_mask[:, None],
+                own_document[:, None],
+                other[None, :],
+                met_mask[None, :],
+                document[None, :],
+                chunk,
+                lag,
+                strict,
+                HAS_DOCUMENTS,
+            )
+        d_score = tl.where(met, d_score, 0.0)
+        p, r = scores_of(
+            x,
+            own,
+            own_mask,
+            y,
+            other,
+            other_mask,
+            groups,
+            BT,
+            BT,
+            F,
+            BF,
+            SQUARES,
+            HAS_LINEAR,
+            HAS_FACTOR,
+            FORM,
+        )
+        score = p * r
+        d_far = d_score
+        if NEAR != NO_KERNEL:
+            near = is_near(own_position[:, None], position[None, :], near_size, RULE)
+            s = near_products(
+                near_x,
+                own,
+                own_mask,
+                near_x_token,
+                near_y,
+                other,
+                other_mask,
+                near_y_token,
+                zero,
+                D,
+                BD,
+                NORMALISE,
+                NEAR_FORM,
+            )
+            exact, slope, by_epsilon = near_scores_of(
+                s, tl.load(epsilon + h), tl.load(near_scale + h), NEAR
+            )
+            score = tl.where(near, exact, score)
+            d_far = tl.where(near, 0.0, d_score)
+            d_near_score = tl.where(near, d_score, 0.0)
+            others = rows_of(near_y, other, other_mask, near_y_token, d, D)
+            slope *= d_near_score
+            if NORMALISE:
+                slope *= inverse_norms(others, 1)[None, :]
+            d_n = product(slope, others, d_n, NEAR_FORM)
+            if not IS_KEY:
+                d_eps += tl.sum(d_near_score * by_epsilon, 1)
+        rows = rows_of(y, other, other_mask, F, f, F)
+        d_p = d_far
+        if HAS_FACTOR:
+            d_p = d_far * r
+            d_rows = product(d_far * p, tl.where(group == FACTOR, rows, 0.0), d_rows, FORM)
+        if HAS_LINEAR:
+            d_rows = product(d_p, tl.where(group == LINEAR, rows, 0.0), d_rows, FORM)
+        if SQUARES > 0:
+            own_rows = rows_of(x, own, own_mask, F, f, F)
+            turned = columns_of(y, other, other_mask, F, f, F)
+            for square in range(SQUARES):
+                s = product(tl.where(group == square, own_rows, 0.0), turned, zero, FORM)
+                chosen = tl.where(group == square, rows, 0.0)
+                d_rows = product(2.0 * d_p * s, chosen, d_rows, FORM)
+        if IS_KEY:
+            n = rows_of(other_a, other, other_mask, other_a_token, e, E)
+            d_v = product(tl.where(met, score, 0.0), n, d_v, FORM)
+    place = head * own_length + own
+    at = d_x + place[:, None] * F + f[None, :]
+    tl.store(at, d_rows, mask=own_mask[:, None] & (f < F)[None, :])
+    # the other blocks of columns repeat what only one of them writes
+    own_mask = own < tl.where(writes_all, stop, 0)
+    if NEAR != NO_KERNEL:
+        if NORMALISE:
+            vectors = rows_of(near_x, own, own_mask, near_x_token, d, D).to(tl.float32)
+            inverse = inverse_norms(vectors, 1)
+            along = tl.sum(vectors * d_n, 1) * inverse * inverse
+            d_n = (d_n - vectors * along[:, None]) * inverse[:, None]
+        at = d_near + place[:, None] * D + d[None, :]
+        tl.store(at, d_n, mask=own_mask[:, None] & (d < D)[None, :])
+        if not IS_KEY:
+            tl.store(d_epsilon + head * tl.num_programs(0) + number, -tl.sum(d_eps, 0))
+    if IS_KEY:
+        at = d_value + place[:, None] * E + e[None, :]
+        tl.store(at, d_v, mask=own_mask[:, None] & (e < E)[None, :])
