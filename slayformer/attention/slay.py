@@ -231,7 +231,8 @@ class SlayAttention(LinearAttention):
     def _shrinkage(self, dtype: torch.dtype) -> Tensor:
         """Return e^{−2 shift}, the factor that the exponents' shift puts on every score."""
         if self.exponential is None:
-            return torch.ones(1, dtype=dtype)
+            # without axes, it goes with tensors of any device
+            return torch.ones((), dtype=dtype)
         return torch.exp(-2 * self.exponential.shift(dtype))
 
     def feature_map(
@@ -275,7 +276,11 @@ class SlayAttention(LinearAttention):
                 (*joined.columns, columns),
             )
         else:
-            key_scale = torch.full((self.num_heads,), self._single_weight() ** 0.5)
+            key_scale = torch.full(
+                (self.num_heads,),
+                self._single_weight() ** 0.5,
+                device=tensors[0].device if tensors else None,
+            )
             query_scale = key_scale
         if config.local == "none":
             return replace(joined, query_scale_H=query_scale, key_scale_H=key_scale)

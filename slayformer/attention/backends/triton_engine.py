@@ -24,8 +24,10 @@ from slayformer.attention.backends.triton_sides import (
     MOST_COLUMNS,
     Layout,
     Sides,
+    compute_dtype,
     padded_width,
     rounded_to,
+    with_last_stride_1,
 )
 from slayformer.attention.features import Features
 from slayformer.attention.near import NearExponential, NearYat
@@ -70,11 +72,10 @@ def apply(
 
     from slayformer.attention.backends import triton_walk
 
-    heads = q.shape[1]
     call = triton_walk.Call(
         walk=walk,
-        sides=_mapped(walk),
-        offset_H=None if offset is None else constant(offset, heads).to(v.device),
+        sides=_sides(walk),
+        offset_H=None if offset is None else constant(offset, q.shape[1]).to(q.device),
     )
     try:
         output, after = triton_walk.walked(call, v, memory, q, k, *tensors)
@@ -83,27 +84,33 @@ def apply(
     return output, after if walk.has_future else memory
 
 
-def _mapped(walk: Walk) -> Callable[..., Sides]:
+def _sides(walk: Walk) -> Callable[..., Sides]:
     """Return what gives the sides by torch's own operations."""
 
     def sides(q: Tensor, k: Tensor, *tensors: Tensor) -> Sides:
-        dtype = q.dtype
+        dtype, heads, given = q.dtype, q.shape[1], (q, k)
         q, k = q.float(), k.float()
         query = walk.feature_map(q, *tensors, is_query=True, positions=walk.positions_BT)
         key = walk.feature_map(k, *tensors, is_query=False, positions=walk.keys.positions_BS)
         layout, x_query = _joined(query, dtype)
-        _, x_key = _joined(key, dtype)
+        both = x_query, _joined(key, dtype)[1]
         if walk.near is None:
-            return Sides(layout, x_query, x_key)
+            return Sides(layout, *both)
+        projection = walk.projection(*tensors)
+        if projection is not None and projection.near_epsilon is not None:
+            # the inner products of vectors as they are given lose nothing
+            vectors = (with_last_stride_1(x.to(compute_dtype(dtype))) for x in given)
+            epsilon = per_head(projection.near_epsilon, heads).to(q.device)
+            scale = constant(projection.near_scale, heads).to(q.device)
+            return Sides(layout, *both, "yat", *vectors, epsilon, scale, normalises=True)
         near = walk.near(q, k, *tensors)
-        vectors = near.query_BHTD, near.key_BHSD
+        vectors = (with_last_stride_1(x) for x in (near.query_BHTD, near.key_BHSD))
         if isinstance(near, NearExponential):
-            return Sides(layout, x_query, x_key, "exponential", *vectors)
+            return Sides(layout, *both, "exponential", *vectors)
         if not isinstance(near, NearYat):
             raise NotCovered(type(near).__name__)
-        heads = q.shape[1]
-        numbers = per_head(near.epsilon, heads).to(q.device), constant(near.scale, heads)
-        return Sides(layout, x_query, x_key, "yat", *vectors, *numbers)
+        numbers = per_head(near.epsilon, heads), constant(near.scale, heads)
+        return Sides(layout, *both, "yat", *vectors, *(x.to(q.device) for x in numbers))
 
     return sides
 

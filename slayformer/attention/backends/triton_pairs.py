@@ -64,6 +64,7 @@ def chunk_outputs(
     around,
     sums_around,
     output,
+    rest,
     normaliser,
     groups,
     table,
@@ -116,10 +117,14 @@ def chunk_outputs(
     HAS_MASK: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr,
     IS_QUOTIENT: tl.constexpr,
+    HAS_REST: tl.constexpr,
     FORM: tl.constexpr,
     NEAR_FORM: tl.constexpr,
 ):
-    """Write what a tile of queries gets from the state and from keys; grid (tiles, B·H)."""
+    """Write what a tile of queries gets from the state and from keys; grid (tiles, B·H).
+
+    `rest`, laid out as `output`, gets what the output's dtype cannot hold.
+    """
     c = tl.program_id(0) // tiles
     head = tl.program_id(1).to(tl.int64)
     b = head // H
@@ -225,8 +230,12 @@ def chunk_outputs(
     if IS_QUOTIENT:
         norm += tl.load(offset + h)
         sums = sums / tl.where(t_mask, norm, 1.0)[:, None]
-    at = output + b * output_batch + h * output_head + t[:, None] * output_token + e[None, :]
-    tl.store(at, sums.to(output.dtype.element_ty), mask=t_mask[:, None] & (e < E)[None, :])
+    place = b * output_batch + h * output_head + t[:, None] * output_token + e[None, :]
+    present = t_mask[:, None] & (e < E)[None, :]
+    if HAS_REST:
+        tl.store(rest + place, (sums - rounded(sums, FORM)).to(rest.dtype.element_ty), mask=present)
+        sums = rounded(sums, FORM)
+    tl.store(output + place, sums.to(output.dtype.element_ty), mask=present)
     tl.store(normaliser + head * normaliser_head + t * normaliser_token, norm, mask=t_mask)
 
 
@@ -280,6 +289,7 @@ def pairs_backward(
     RULE: tl.constexpr,
     NORMALISE: tl.constexpr,
     BT: tl.constexpr,
+    BO: tl.constexpr,
     BE: tl.constexpr,
     BF: tl.constexpr,
     BD: tl.constexpr,
@@ -290,6 +300,8 @@ def pairs_backward(
     NEAR_FORM: tl.constexpr,
 ):
     """Write the gradients of a tile of one side; grid (tiles, B·H, blocks of columns).
+
+    The other side comes in tiles of BO rows.
 
     For queries x, a, other_a are X_q, dN, v; for keys X_k, v, dN; `weight` is dZ for both. A
     block's program writes its columns of d_x [B·H, own length, F]; the first also the near
@@ -333,7 +345,7 @@ def pairs_backward(
     d_v = tl.zeros((BT, BE), tl.float32)
     d_n = tl.zeros((BT, BD), tl.float32)
     d_eps = tl.zeros((BT,), tl.float32)
-    zero = tl.zeros((BT, BT), tl.float32)
+    zero = tl.zeros((BT, BO), tl.float32)
     if IS_KEY:
         own_document, own_position = query_places(
             key_documents, key_positions, b, total_length, own, own_mask, HAS_DOCUMENTS
@@ -347,8 +359,8 @@ def pairs_backward(
             query_documents, query_positions, b, length, own, own_mask, HAS_DOCUMENTS
         )
         own_weight = tl.load(weight + own, mask=own_mask, other=0.0)
-    for tile in range(low, high, BT):
-        other = tile + tl.arange(0, BT)
+    for tile in range(low, high, BO):
+        other = tile + tl.arange(0, BO)
         other_mask = other < other_length
         other_value = columns_of(other_a, other, other_mask, other_a_token, e, E)
         d_score = product(own_a, other_value, zero, FORM)
@@ -400,7 +412,7 @@ def pairs_backward(
             other_mask,
             groups,
             BT,
-            BT,
+            BO,
             F,
             BF,
             SQUARES,

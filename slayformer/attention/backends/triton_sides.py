@@ -60,3 +60,8 @@ def padded_width(layout: Layout) -> int:
     """Return how many columns factors take in memory: rows of whole 32 bytes."""
     used = sum(columns for _, columns, _ in layout)
     return -(-used // 16) * 16
+
+
+def with_last_stride_1(x: Tensor) -> Tensor:
+    """Return `x`, copied if neighbours of its last axis lie apart."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()

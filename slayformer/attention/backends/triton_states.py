@@ -77,8 +77,8 @@ def carry_states(
     total = tl.zeros((BM,), tl.float32)
     place = (head * tl.num_programs(1) + segment) * M + m
     if HAS_BEFORE:
-        at = before + place[None, :] * (E + 1) + e[:, None]
-        state = tl.load(at, mask=inside, other=0.0)
+        origin = before + place[None, :] * (E + 1) + e[:, None]
+        state = tl.load(origin, mask=inside, other=0.0)
         total = tl.load(before + place * (E + 1) + E, mask=m < M, other=0.0)
     x += head * x_length * F
     value += b * value_batch + (head % H) * value_head
@@ -112,8 +112,8 @@ def carry_states(
                 w = tl.load(weight + head * length + t, mask=mask, other=0.0)
                 phi *= w[:, None]
             total += tl.sum(phi, 0)
-    at = after + place[None, :] * (E + 1) + e[:, None]
-    tl.store(at, state, mask=inside)
+    goal = after + place[None, :] * (E + 1) + e[:, None]
+    tl.store(goal, state, mask=inside)
     tl.store(after + place * (E + 1) + E, total, mask=m < M)
 
 

@@ -1,7 +1,7 @@
 """The walk on a GPU as one differentiable function: which kernels run, on what, in which order.
 
-Kept for the backward pass are q, k, v, the map's tensors, y and its normaliser; factors and states
-are computed again. Shape suffixes: B batch, H heads, T queries, S = lag + T keys, D width of near
+Kept for the backward pass are q, k, v, the map's tensors, y (in bf16 with what rounding took) and
+its normaliser; factors and states are computed again. Shape suffixes: B batch, H heads, T queries, S = lag + T keys, D width of near
 vectors, E width of v, F columns of factors, M features.
 """
 
@@ -33,6 +33,7 @@ from slayformer.attention.backends.triton_sides import (
     Sides,
     compute_dtype,
     rounded_to,
+    with_last_stride_1,
 )
 from slayformer.attention.backends.triton_states import (
     carry_states,
@@ -104,6 +105,10 @@ class Pass:
         self.chunks = max(1, triton.cdiv(self.length, self.chunk))
         self.block_t = 16 if self.length <= 16 else 64
         self.tiles = triton.cdiv(self.chunk, self.block_t)
+        # what keeps the kernels within the registers: scripts/check_kernels.py
+        is_heavy = self.form != BF16.value or _block(self.width) > 64
+        self.block_m = 32 if is_heavy else 64
+        self.warps = 8 if is_heavy else 4
         self.has_state = walk.has_past or walk.has_future or self.chunks > 1
         self._mask()
 
@@ -217,8 +222,7 @@ class Pass:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return S and z around every chunk, and both after the last [B, H, M, E + 1]."""
         batch_heads, m, e = self.batch * self.heads, self.features, self.width
-        block_m = 64
-        slices = triton.cdiv(m, block_m)
+        slices = triton.cdiv(m, self.block_m)
         wanted = max(1, min(triton.cdiv(PROGRAMS, batch_heads * slices), self.chunks // 4))
         per_segment = triton.cdiv(self.chunks, wanted)
         segments = triton.cdiv(self.chunks, per_segment)
@@ -249,7 +253,7 @@ class Pass:
             "M": m,
             "TERMS": self.tables.terms,
             "BT": self.block_t,
-            "BM": block_m,
+            "BM": self.block_m,
             "BE": _block(e),
             "REVERSE": reverse,
             "HAS_WEIGHT": weight is not None,
@@ -260,7 +264,7 @@ class Pass:
         def run(before: Tensor | None, after: Tensor, keep_all: bool) -> None:
             given = {"before": after if before is None else before, "after": after}
             kinds = {"HAS_BEFORE": before is not None, "KEEP_ALL": keep_all}
-            launch(carry_states, grid, {**arguments, **given}, {**constants, **kinds}, 4)
+            launch(carry_states, grid, {**arguments, **given}, {**constants, **kinds}, self.warps)
 
         if segments == 1:
             run(before, after, True)
@@ -300,8 +304,8 @@ class Pass:
         before = self.memory.contiguous() if self.walk.has_past else None
         return self.carry(self.sides.key, self.v, None, self.enters, before, False)
 
-    def forward(self, output: Tensor, normaliser: Tensor) -> Tensor:
-        """Fill in output and normaliser; return the state after the last token."""
+    def forward(self, output: Tensor, rest: Tensor | None, normaliser: Tensor) -> Tensor:
+        """Fill in what is given; return the state after the last token."""
         around = sums_around = self.v
         after = self.memory
         if self.has_state:
@@ -316,6 +320,7 @@ class Pass:
             "around": around,
             "sums_around": sums_around,
             "output": output,
+            "rest": output if rest is None else rest,
             "normaliser": normaliser,
             "groups": self.tables.groups,
             "table": self.tables.columns,
@@ -332,12 +337,13 @@ class Pass:
             **self._pairs(),
             "M": self.features,
             "TERMS": self.tables.terms,
-            "BM": 64,
+            "BM": self.block_m,
             "HAS_STATE": self.has_state,
             "IS_QUOTIENT": offset is not None,
+            "HAS_REST": rest is not None,
         }
         grid = (self.chunks * self.tiles, self.batch * self.heads)
-        launch(chunk_outputs, grid, arguments, constants, 4)
+        launch(chunk_outputs, grid, arguments, constants, self.warps)
         return after
 
     def backward(
@@ -399,7 +405,8 @@ class Pass:
             **self._places(),
         }
         grid = (tiles, b * h, triton.cdiv(self.tables.width, self.tables.block))
-        launch(pairs_backward, grid, arguments, {**self._pairs(), "IS_KEY": is_key}, 8)
+        constants = {**self._pairs(), "BO": min(32, self.block_t), "IS_KEY": is_key}
+        launch(pairs_backward, grid, arguments, constants, 8)
         return d_x, d_near, d_epsilon.sum(dim=(0, 2)), d_value
 
     def _states_backward(
@@ -438,7 +445,7 @@ class Pass:
             "M": self.features,
             "TERMS": self.tables.terms,
             "BT": self.block_t,
-            "BM": 64,
+            "BM": 32,
             "BE": _block(self.width),
             "BF": self.tables.block,
             "IS_KEY": is_key,
@@ -448,46 +455,42 @@ class Pass:
         launch(states_backward, grid, arguments, constants, 8)
 
 
-def _ready(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `x` in `dtype`, its last stride 1."""
-    x = x.to(dtype)
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
 class _Walked(torch.autograd.Function):
     """The walk with gradients of q, k, v, the state and the map's tensors."""
 
     @staticmethod
     def forward(ctx: Any, call: Call, v: Tensor, memory: Tensor, *inputs: Tensor):
         sides = call.sides(*inputs)
-        value = _ready(v, compute_dtype(v.dtype))
+        value = with_last_stride_1(v.to(compute_dtype(v.dtype)))
         one = Pass(call, sides, value, memory, v.dtype)
         batch, heads, _, width = v.shape
         length, fp32 = call.walk.length, torch.float32
+        rest = None
         if call.offset_H is not None:
-            # a token's heads lie side by side, as a model wants them; the interpreter rounds fp32
-            # to bf16 towards zero
-            dtype = fp32 if INTERPRETED else v.dtype
+            # a token's heads lie side by side, as a model wants them
             shape = (batch, length, heads, width)
+            dtype = compute_dtype(v.dtype) if v.dtype == torch.bfloat16 else v.dtype
             output = torch.empty(shape, dtype=dtype, device=v.device).transpose(1, 2)
+            if v.dtype == torch.bfloat16 and any(ctx.needs_input_grad):
+                rest = torch.empty_like(output)
             normaliser = torch.empty(batch, heads, length, 1, dtype=fp32, device=v.device)
         else:
             output = torch.empty(batch, heads, length, width + 1, dtype=fp32, device=v.device)
             normaliser = output[..., width:]
-        after = one.forward(output, normaliser)
+        after = one.forward(output, rest, normaliser)
         ctx.call = call
-        if call.offset_H is None:
-            ctx.save_for_backward(v, memory, None, None, *inputs)
-            return output, after
-        output = output.to(v.dtype)
-        ctx.save_for_backward(v, memory, output, normaliser, *inputs)
+        kept: tuple[Tensor | None, ...] = (None, None, None)
+        if call.offset_H is not None:
+            output = output.to(v.dtype)
+            kept = output, rest, normaliser
+        ctx.save_for_backward(v, memory, *kept, *inputs)
         return output, after
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_output: Tensor, d_after: Tensor):
         call: Call = ctx.call
-        v, memory, output, normaliser, *inputs = ctx.saved_tensors
+        v, memory, output, rest, normaliser, *inputs = ctx.saved_tensors
         wanted = ctx.needs_input_grad[3:]
         with torch.enable_grad(), torch.autocast(v.device.type, enabled=False):
             leaves = [
@@ -496,14 +499,16 @@ class _Walked(torch.autograd.Function):
             sides = call.sides(*leaves)
         d_output = d_output.float()
         if output is None:
-            d_sums, d_norm = d_output[..., :-1], d_output[..., -1]
+            d_sums, d_norm = rounded_to(d_output[..., :-1], v.dtype), d_output[..., -1]
         else:
-            d_sums = d_output / normaliser
-            d_norm = -(d_sums * output.float()).sum(-1)
-        value = _ready(v, compute_dtype(v.dtype))
+            d_sums = rounded_to(d_output / normaliser, v.dtype)
+            # of dN as it is rounded and y as it was not: otherwise the gradients of a query's
+            # scores, whose weighted sum is zero, would all be off to one side
+            y = output.float() if rest is None else output.float() + rest.float()
+            d_norm = -(d_sums.float() * y).sum(-1)
+        value = with_last_stride_1(v.to(compute_dtype(v.dtype)))
         one = Pass(call, sides, value, memory, v.dtype)
-        d_sums = rounded_to(d_sums, v.dtype).contiguous()
-        found, d_value, d_memory = one.backward(d_sums, d_norm.contiguous(), d_after)
+        found, d_value, d_memory = one.backward(d_sums.contiguous(), d_norm.contiguous(), d_after)
         pairs = zip(sides.differentiable(), found, strict=True)
         outputs = [(x, d.to(x.dtype)) for x, d in pairs if x is not None and x.requires_grad]
         gradients = iter(
