@@ -12,6 +12,7 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -51,9 +52,12 @@ def obstacle(q: Tensor, v: Tensor) -> str | None:
         return "the package triton is not installed"
     if not {q.dtype, v.dtype} <= set(DTYPES):
         return f"it computes with fp32, bf16 and fp16, not with {v.dtype}"
-    if max(q.shape[-1], v.shape[-1]) > MOST_WIDTH:
-        width = max(q.shape[-1], v.shape[-1])
+    width = max(q.shape[-1], v.shape[-1])
+    if width > MOST_WIDTH:
         return f"it takes heads up to {MOST_WIDTH} wide, not {width}"
+    # kernels count places in a sequence with 32 bits, factors take up to 512 numbers a token
+    if q.shape[2] * max(q.stride(2), v.stride(2), 512) >= 2**31:
+        return f"a sequence of {q.shape[2]:,} tokens is too long for it"
     return None
 
 
@@ -70,9 +74,9 @@ def apply(
     from triton.compiler import CompilationError
     from triton.runtime.errors import OutOfResources
 
-    from slayformer.attention.backends import triton_walk
+    from slayformer.attention.backends import triton_pass, triton_walk
 
-    call = triton_walk.Call(
+    call = triton_pass.Call(
         walk=walk,
         sides=_sides(walk),
         offset_H=None if offset is None else constant(offset, q.shape[1]).to(q.device),
@@ -93,24 +97,37 @@ def _sides(walk: Walk) -> Callable[..., Sides]:
         query = walk.feature_map(q, *tensors, is_query=True, positions=walk.positions_BT)
         key = walk.feature_map(k, *tensors, is_query=False, positions=walk.keys.positions_BS)
         layout, x_query = _joined(query, dtype)
-        both = x_query, _joined(key, dtype)[1]
+        both = Sides(layout, x_query, _joined(key, dtype)[1])
         if walk.near is None:
-            return Sides(layout, *both)
+            return both
         projection = walk.projection(*tensors)
         if projection is not None and projection.near_epsilon is not None:
-            # the inner products of vectors as they are given lose nothing
-            vectors = (with_last_stride_1(x.to(compute_dtype(dtype))) for x in given)
-            epsilon = per_head(projection.near_epsilon, heads).to(q.device)
-            scale = constant(projection.near_scale, heads).to(q.device)
-            return Sides(layout, *both, "yat", *vectors, epsilon, scale, normalises=True)
+            return replace(
+                both,
+                near="yat",
+                # the inner products of vectors as they are given lose nothing
+                near_query=with_last_stride_1(given[0].to(compute_dtype(dtype))),
+                near_key=with_last_stride_1(given[1].to(compute_dtype(dtype))),
+                epsilon=per_head(projection.near_epsilon, heads).to(q.device),
+                near_scale=constant(projection.near_scale, heads).to(q.device),
+                normalises=True,
+            )
         near = walk.near(q, k, *tensors)
-        vectors = (with_last_stride_1(x) for x in (near.query_BHTD, near.key_BHSD))
+        both = replace(
+            both,
+            near_query=with_last_stride_1(near.query_BHTD),
+            near_key=with_last_stride_1(near.key_BHSD),
+        )
         if isinstance(near, NearExponential):
-            return Sides(layout, *both, "exponential", *vectors)
+            return replace(both, near="exponential")
         if not isinstance(near, NearYat):
             raise NotCovered(type(near).__name__)
-        numbers = per_head(near.epsilon, heads), constant(near.scale, heads)
-        return Sides(layout, *both, "yat", *vectors, *(x.to(q.device) for x in numbers))
+        return replace(
+            both,
+            near="yat",
+            epsilon=per_head(near.epsilon, heads).to(q.device),
+            near_scale=constant(near.scale, heads).to(q.device),
+        )
 
     return sides
 
@@ -119,8 +136,7 @@ def _joined(features: Features, dtype: torch.dtype) -> tuple[Layout, Tensor]:
     """Return the factors of `features` side by side, [B, H, T, F]; raises NotCovered."""
     parts, tensors = factors(features)
     layout = tuple(
-        (KINDS[kind], x.shape[-1], block)
-        for (kind, block), x in zip(parts, tensors, strict=True)
+        (KINDS[kind], x.shape[-1], block) for (kind, block), x in zip(parts, tensors, strict=True)
     )
     width = padded_width(layout)
     if width > MOST_COLUMNS and any(kind != "linear" for kind, _, _ in layout):

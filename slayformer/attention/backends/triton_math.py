@@ -194,3 +194,29 @@ def is_near(t_position, s_position, size, RULE: tl.constexpr):
         return t_position // size == s_position // size
     else:
         return tl.abs(t_position - s_position) < size
+
+
+@triton.jit
+def near_products(
+    x,
+    x_rows,
+    x_mask,
+    x_token,
+    y,
+    y_rows,
+    y_mask,
+    y_token,
+    zero,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    FORM: tl.constexpr,
+):
+    """Return x·y [X, Y] of the near kernel's vectors, of their directions with NORMALISE."""
+    d = tl.arange(0, BD)
+    own = rows_of(x, x_rows, x_mask, x_token, d, D)
+    other = columns_of(y, y_rows, y_mask, y_token, d, D)
+    s = product(own, other, zero, FORM)
+    if NORMALISE:
+        s *= inverse_norms(own, 1)[:, None] * inverse_norms(other, 0)[None, :]
+    return s

@@ -1,0 +1,463 @@
+"""The kernels of one pass, forward or backward: which run, on what, in which order.
+
+Shape suffixes: B batch, H heads, T queries, S = lag + T keys, C chunks, D width of near vectors,
+E width of v, F columns of factors, M features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from slayformer.attention.backends.triton_layout import tables_of
+from slayformer.attention.backends.triton_math import (
+    BF16,
+    EXPONENTIAL,
+    FP32,
+    NO_KERNEL,
+    ROUNDED,
+    SAME_STRETCH,
+    TF32,
+    YAT,
+)
+from slayformer.attention.backends.triton_outputs import chunk_outputs
+from slayformer.attention.backends.triton_pairs import pairs_backward
+from slayformer.attention.backends.triton_sides import INTERPRETED, Sides
+from slayformer.attention.backends.triton_states import (
+    carry_states,
+    join_segments,
+    states_backward,
+)
+from slayformer.attention.walk import Walk
+
+# queries of a chunk where a state carries the past: the states around all chunks are written and
+# read, and a longer chunk has fewer of them
+CHUNK = 128
+# up to here a sequence is one chunk, which needs no state
+ONE_CHUNK = 256
+# the sequence is cut into segments until so many programs carry its states
+PROGRAMS = 528
+NEAR_KERNELS = {"none": NO_KERNEL.value, "yat": YAT.value, "exponential": EXPONENTIAL.value}
+
+
+@dataclass(frozen=True)
+class Call:
+    """What both passes need beside tensors with gradients."""
+
+    walk: Walk
+    # gives the sides of (q, k, *tensors), differentiably; raises NotCovered
+    sides: Callable[..., Sides]
+    # of the normaliser; None: both sums are wanted, not their quotient
+    offset_H: Tensor | None
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    arguments: dict[str, Any],
+    constants: dict[str, Any],
+    warps: int,
+) -> None:
+    """Run a kernel where its tensors are; the one place where any starts."""
+    device = next(x.device for x in arguments.values() if isinstance(x, Tensor))
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        kernel[grid](**arguments, **constants, num_warps=warps, num_stages=1)
+
+
+def _form(dtype: torch.dtype) -> int:
+    """Return how products take operands in a call on tensors of `dtype`."""
+    if dtype == torch.bfloat16:
+        return ROUNDED.value if INTERPRETED else BF16.value
+    return TF32.value if dtype == torch.float16 else FP32.value
+
+
+def _block(width: int) -> int:
+    return max(16, triton.next_power_of_2(width))
+
+
+def _strides(x: Tensor, name: str) -> dict[str, int]:
+    return {f"{name}_{axis}": x.stride(i) for i, axis in enumerate(("batch", "head", "token"))}
+
+
+class Pass:
+    """One pass forward or backward over one call's tensors."""
+
+    def __init__(
+        self, call: Call, sides: Sides, v: Tensor, memory: Tensor, dtype: torch.dtype
+    ) -> None:
+        walk = call.walk
+        self.call, self.walk, self.sides, self.v, self.memory = call, walk, sides, v, memory
+        self.batch, self.heads, self.total, self.width = v.shape
+        self.length, self.features = walk.length, memory.shape[2]
+        self.tables = tables_of(sides.layout, v.device)
+        self.form, self.dtype = _form(dtype), v.dtype
+        self.chunk = self._chunk()
+        self.chunks = max(1, triton.cdiv(self.length, self.chunk))
+        # blocks and warps that keep the kernels within the registers: scripts/check_kernels.py
+        is_heavy = self.form != BF16.value or _block(self.width) > 64
+        self.block_t = 16 if self.length <= 16 else 64
+        self.backward_t = min(32 if is_heavy else 64, self.block_t)
+        self.block_m = 32 if is_heavy else 64
+        self.warps = 8 if is_heavy else 4
+        self.has_state = walk.has_past or walk.has_future or self.chunks > 1
+        self._mask()
+
+    def _chunk(self) -> int:
+        walk, length = self.walk, max(1, self.walk.length)
+        if not (walk.has_past or walk.has_future) and length <= ONE_CHUNK:
+            return length
+        chunk = CHUNK
+        if walk.near is not None and walk.lag == 0:
+            # near pairs never meet through the state
+            chunk = walk.local_size * max(1, CHUNK // walk.local_size)
+        return min(chunk, length)
+
+    def _mask(self) -> None:
+        """Set which queries read the state, which keys enter it, and where it goes on."""
+        keys, walk = self.walk.keys, self.walk
+        self.reads = self.enters = self.keeps = None
+        self.key_mask = None if keys.mask_BS is None else keys.mask_BS.to(torch.int8).contiguous()
+        if self.key_mask is not None:
+            self.enters = self.key_mask[:, : self.length]
+        if walk.documents_BT is None or keys.documents_BS is None:
+            if self.enters is not None:
+                self.enters = self.enters.contiguous()
+                self.keeps = self.enters.new_ones(self.batch, self.chunks)
+            return
+        # the state holds one document: that of the last key which has entered it
+        starts = torch.arange(self.chunks, device=self.v.device) * self.chunk
+        stops = (starts + self.chunk).clamp_max(self.length)
+        last_BC = keys.documents_BS[:, stops - 1]
+        before_BC = torch.cat([walk.first_document_B[:, None], last_BC[:, :-1]], dim=1)
+        chunk_T = torch.arange(self.length, device=self.v.device) // self.chunk
+        enters = keys.documents_BS[:, : self.length] == last_BC[:, chunk_T]
+        self.reads = (walk.documents_BT == before_BC[:, chunk_T]).to(torch.int8)
+        self.enters = enters.to(torch.int8) * (1 if self.enters is None else self.enters)
+        self.keeps = (before_BC == last_BC).to(torch.int8)
+
+    def _sizes(self) -> dict[str, int]:
+        return {"H": self.heads, "E": self.width, "F": self.tables.width, "FORM": self.form}
+
+    def _tiles(self, block_t: int) -> int:
+        """Return how many blocks of tokens a chunk is cut into."""
+        return triton.cdiv(self.chunk, block_t)
+
+    def _places(self, block_t: int) -> dict[str, Any]:
+        """Return where tokens are, as the kernels of pairs take it."""
+        walk, keys = self.walk, self.walk.keys
+        documents: dict[str, Any] = {"query_documents": self.v, "key_documents": self.v}
+        if walk.documents_BT is not None and keys.documents_BS is not None:
+            documents = {
+                "query_documents": walk.documents_BT.long().contiguous(),
+                "key_documents": keys.documents_BS.long().contiguous(),
+            }
+        return {
+            **documents,
+            "key_mask": self.v if self.key_mask is None else self.key_mask,
+            "query_positions": walk.positions_BT.int().contiguous(),
+            "key_positions": keys.positions_BS.int().contiguous(),
+            "length": self.length,
+            "chunk": self.chunk,
+            "tiles": self._tiles(block_t),
+            "lag": walk.lag,
+            "strict": int(walk.strict),
+            "near_size": max(1, walk.local_size),
+        }
+
+    def _pairs(self, block_t: int) -> dict[str, Any]:
+        """Return the constants of the kernels of pairs."""
+        near = self.sides.near_query
+        kind = NEAR_KERNELS[self.sides.near]
+        width = 1 if near is None else near.shape[-1]
+        # q and k lose nothing as they are, computed vectors might
+        near_form = self.form if self.sides.normalises else FP32.value
+        return {
+            **self._sizes(),
+            "D": width,
+            "SQUARES": self.tables.squares,
+            "HAS_LINEAR": self.tables.has_linear,
+            "HAS_FACTOR": self.tables.has_factor,
+            "NEAR": kind,
+            "RULE": SAME_STRETCH.value if self.walk.local == "chunk" else 0,
+            "NORMALISE": self.sides.normalises,
+            "BT": block_t,
+            "BE": _block(self.width),
+            "BF": self.tables.block,
+            "BD": _block(width),
+            "HAS_MASK": self.key_mask is not None,
+            "HAS_DOCUMENTS": self.reads is not None,
+            "NEAR_FORM": near_form,
+        }
+
+    def _near(self, query: str, key: str) -> dict[str, Any]:
+        """Return the near kernel's tensors, those of queries and keys under these names."""
+        sides = self.sides
+        if sides.near_query is None or sides.near_key is None:
+            none = dict.fromkeys([query, key, "epsilon", "near_scale"], self.v)
+            strides = {
+                f"{n}_{axis}": 0 for n in (query, key) for axis in ("batch", "head", "token")
+            }
+            return {**none, **strides}
+        numbers = {"epsilon": sides.epsilon, "near_scale": sides.near_scale}
+        return {
+            query: sides.near_query,
+            key: sides.near_key,
+            **{name: self.v if x is None else x for name, x in numbers.items()},
+            **_strides(sides.near_query, query),
+            **_strides(sides.near_key, key),
+        }
+
+    def carry(
+        self,
+        x: Tensor,
+        value: Tensor,
+        weight: Tensor | None,
+        enters: Tensor | None,
+        before: Tensor | None,
+        reverse: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return S and z around every chunk, and both after the last [B, H, M, E + 1]."""
+        batch_heads, m, e = self.batch * self.heads, self.features, self.width
+        slices = triton.cdiv(m, self.block_m)
+        wanted = max(1, min(triton.cdiv(PROGRAMS, batch_heads * slices), self.chunks // 4))
+        per_segment = triton.cdiv(self.chunks, wanted)
+        segments = triton.cdiv(self.chunks, per_segment)
+        device, fp32 = x.device, torch.float32
+        around = torch.empty(batch_heads, self.chunks, m, e, dtype=self.dtype, device=device)
+        sums_around = torch.empty(batch_heads, self.chunks, m, dtype=fp32, device=device)
+        after = torch.empty(batch_heads, segments, m, e + 1, dtype=fp32, device=device)
+        has_masks = enters is not None
+        arguments = {
+            "x": x,
+            "value": value,
+            "weight": x if weight is None else weight,
+            "enters": x if enters is None else enters,
+            "keeps": x if self.keeps is None else self.keeps,
+            "around": around,
+            "sums_around": sums_around,
+            "table": self.tables.columns,
+            "scale": self.tables.scale,
+            **_strides(value, "value"),
+            "x_length": x.shape[2],
+            "length": self.length,
+            "chunk": self.chunk,
+            "chunks": self.chunks,
+            "segment_chunks": per_segment,
+        }
+        constants = {
+            **self._sizes(),
+            "M": m,
+            "TERMS": self.tables.terms,
+            "BT": self.block_t,
+            "BM": self.block_m,
+            "BE": _block(e),
+            "REVERSE": reverse,
+            "HAS_WEIGHT": weight is not None,
+            "HAS_MASKS": has_masks,
+        }
+        grid = (slices, segments, batch_heads)
+
+        def run(before: Tensor | None, after: Tensor, keep_all: bool) -> None:
+            given = {"before": after if before is None else before, "after": after}
+            kinds = {"HAS_BEFORE": before is not None, "KEEP_ALL": keep_all}
+            launch(carry_states, grid, {**arguments, **given}, {**constants, **kinds}, self.warps)
+
+        if segments == 1:
+            run(before, after, True)
+            return around, sums_around, after[:, -1].unflatten(0, (self.batch, self.heads))
+        own, starts = torch.empty_like(after), torch.empty_like(after)
+        run(None, own, False)
+        keeps = self.keeps
+        if keeps is not None:
+            keeps = keeps.flip(1) if reverse else keeps
+            keeps = torch.nn.functional.pad(
+                keeps, (0, per_segment * segments - self.chunks), value=1
+            )
+            keeps = keeps.unflatten(1, (segments, per_segment)).amin(2).contiguous()
+        size, block = m * (e + 1), 1024
+        launch(
+            join_segments,
+            (triton.cdiv(size, block), batch_heads),
+            {
+                "own": own,
+                "keeps": own if keeps is None else keeps,
+                "before": own if before is None else before,
+                "starts": starts,
+                "size": size,
+                "segments": segments,
+            },
+            {
+                "H": self.heads,
+                "BLOCK": block,
+                "HAS_MASKS": has_masks,
+                "HAS_BEFORE": before is not None,
+            },
+            4,
+        )
+        run(starts, after, True)
+        return around, sums_around, after[:, -1].unflatten(0, (self.batch, self.heads))
+
+    def states_of_keys(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the states in front of every chunk, and after the last."""
+        before = self.memory.contiguous() if self.walk.has_past else None
+        return self.carry(self.sides.key, self.v, None, self.enters, before, False)
+
+    def forward(self, output: Tensor, rest: Tensor | None, normaliser: Tensor) -> Tensor:
+        """Fill in what is given; return the state after the last token."""
+        around = sums_around = self.v
+        after = self.memory
+        if self.has_state:
+            around, sums_around, after = self.states_of_keys()
+        offset = self.call.offset_H
+        arguments = {
+            "x_query": self.sides.query,
+            "x_key": self.sides.key,
+            "value": self.v,
+            **self._near("near_query", "near_key"),
+            "offset": self.v if offset is None else offset,
+            "around": around,
+            "sums_around": sums_around,
+            "output": output,
+            "rest": output if rest is None else rest,
+            "normaliser": normaliser,
+            "groups": self.tables.groups,
+            "table": self.tables.columns,
+            "scale": self.tables.scale,
+            "reads": self.v if self.reads is None else self.reads,
+            **_strides(self.v, "value"),
+            **_strides(output, "output"),
+            "normaliser_head": normaliser.stride(1),
+            "normaliser_token": normaliser.stride(2),
+            **self._places(self.block_t),
+            "chunks": self.chunks,
+        }
+        constants = {
+            **self._pairs(self.block_t),
+            "M": self.features,
+            "TERMS": self.tables.terms,
+            "BM": self.block_m,
+            "HAS_STATE": self.has_state,
+            "IS_QUOTIENT": offset is not None,
+            "HAS_REST": rest is not None,
+        }
+        grid = (self.chunks * self._tiles(self.block_t), self.batch * self.heads)
+        launch(chunk_outputs, grid, arguments, constants, self.warps)
+        return after
+
+    def backward(
+        self, d_sums: Tensor, d_norm: Tensor, d_after: Tensor
+    ) -> tuple[tuple[Tensor, ...], Tensor, Tensor | None]:
+        """Return the gradients of the sides (fp32), of v [B, H, S, E], and of the state before.
+
+        d_sums [B, H, T, E] and d_norm [B, H, T] are dN and dZ.
+        """
+        query, of_query, d_epsilon, d_value = self._pairs_backward(d_sums, d_norm, False)
+        key, of_key, _, d_value = self._pairs_backward(d_sums, d_norm, True)
+        d_memory = None
+        if self.has_state:
+            around, sums_around, _ = self.states_of_keys()
+            self._states_backward(d_sums, d_norm, around, sums_around, query, d_value, False)
+            later = d_after.contiguous() if self.walk.has_future else None
+            around, sums_around, d_memory = self.carry(
+                self.sides.query, d_sums, d_norm, self.reads, later, True
+            )
+            self._states_backward(self.v, d_norm, around, sums_around, key, d_value, True)
+        return (
+            (query, key, of_query, of_key, d_epsilon),
+            d_value,
+            d_memory if self.walk.has_past else None,
+        )
+
+    def _pairs_backward(
+        self, d_sums: Tensor, d_norm: Tensor, is_key: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the pairs' share: d factors, d near vectors, dε [H], and, for keys, dv."""
+        sides, b, h = self.sides, self.batch, self.heads
+        own = self.total if is_key else self.length
+        tiles = max(1, triton.cdiv(own, self.chunk)) * self._tiles(self.backward_t)
+        fp32: dict[str, Any] = {"dtype": torch.float32, "device": self.v.device}
+        near_width = 1 if sides.near_query is None else sides.near_query.shape[-1]
+        d_x = torch.empty(b, h, own, self.tables.width, **fp32)
+        d_near = torch.empty(b, h, own if sides.near_query is not None else 0, near_width, **fp32)
+        d_value = torch.empty(b, h, own if is_key else 0, self.width, **fp32)
+        d_epsilon = torch.zeros(b, h, tiles, **fp32)
+        x, y, a, other_a = sides.query, sides.key, d_sums, self.v
+        names = ("near_x", "near_y")
+        if is_key:
+            x, y, a, other_a = y, x, other_a, a
+            names = ("near_y", "near_x")
+        arguments = {
+            "x": x,
+            "y": y,
+            "a": a,
+            "weight": d_norm,
+            "other_a": other_a,
+            **self._near(*names),
+            "d_x": d_x,
+            "d_near": d_near,
+            "d_value": d_value,
+            "d_epsilon": d_epsilon,
+            "groups": self.tables.groups,
+            **_strides(a, "a"),
+            **_strides(other_a, "other_a"),
+            **self._places(self.backward_t),
+        }
+        grid = (tiles, b * h, triton.cdiv(self.tables.width, self.tables.block))
+        constants = {
+            **self._pairs(self.backward_t),
+            "BO": min(32, self.backward_t),
+            "IS_KEY": is_key,
+        }
+        launch(pairs_backward, grid, arguments, constants, 8)
+        return d_x, d_near, d_epsilon.sum(dim=(0, 2)), d_value
+
+    def _states_backward(
+        self,
+        a: Tensor,
+        d_norm: Tensor,
+        around: Tensor,
+        sums_around: Tensor,
+        d_x: Tensor,
+        d_value: Tensor,
+        is_key: bool,
+    ) -> None:
+        """Add the states' share to d_x and, for keys, to d_value."""
+        meets = self.enters if is_key else self.reads
+        x = self.sides.key if is_key else self.sides.query
+        arguments = {
+            "x": x,
+            "a": a,
+            "weight": d_norm,
+            "meets": x if meets is None else meets,
+            "around": around,
+            "sums_around": sums_around,
+            "d_x": d_x,
+            "d_value": d_value,
+            "table": self.tables.columns,
+            "scale": self.tables.scale,
+            **_strides(a, "a"),
+            "x_length": x.shape[2],
+            "length": self.length,
+            "chunk": self.chunk,
+            "chunks": self.chunks,
+            "tiles": self._tiles(self.backward_t),
+        }
+        constants = {
+            **self._sizes(),
+            "M": self.features,
+            "TERMS": self.tables.terms,
+            "BT": self.backward_t,
+            "BM": 32,
+            "BE": _block(self.width),
+            "BF": self.tables.block,
+            "IS_KEY": is_key,
+            "HAS_MASKS": meets is not None,
+        }
+        grid = (self.chunks * self._tiles(self.backward_t), self.batch * self.heads)
+        launch(states_backward, grid, arguments, constants, 8)
