@@ -26,6 +26,8 @@ SCRIPTS = {
     "scripts/recall.py": ("modl.layers=3", "model.layers"),
     "scripts/inspect_attention.py": ("head_dimm=3", "head_dim"),
     "scripts/export_hf.py": ("checkpiont=3", "checkpoint"),
+    "scripts/bench_attention.py": ("head_dimm=3", "head_dim"),
+    "scripts/bench_train.py": ("lenghts=3", "lengths"),
 }
 CONFIGURATIONS = Path(__file__).parents[1] / "configs"
 EXPERIMENTS = sorted(path.stem for path in (CONFIGURATIONS / "experiment").glob("*.yaml"))

@@ -1,0 +1,1 @@
+"""How fast mechanisms are, beside others' implementations: alone, decoding, and in training."""
