@@ -6,6 +6,7 @@ E head width of v.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,6 +94,13 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def without_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """Return a context without autocast, which costs nothing where there is none anyway."""
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
+
+
 def mechanism_parameter(value: Tensor, learning_rate_scale: float) -> nn.Parameter:
     """Return a parameter of a mechanism: never decayed, its learning rate scaled.
 
@@ -122,6 +130,11 @@ def real_document_ids(mask: Tensor | None, document_ids: Tensor | None) -> Tenso
     last_real = torch.where(mask, index, -1).cummax(dim=1).values
     filled = document_ids.gather(1, last_real.clamp_min(0))
     return torch.where(last_real < 0, -1, filled)
+
+
+def following_positions(length: int, place: Place) -> Tensor:
+    """Return the positions of `length` real tokens that go on with the document, [B, T]."""
+    return place.position_B[:, None] + torch.arange(length, device=place.position_B.device)
 
 
 def token_positions(mask_BT: Tensor, documents_BT: Tensor | None, place: Place) -> Tensor:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,11 +25,14 @@ from slayformer.attention.base import (
     Attention,
     Place,
     accumulation_dtype,
+    following_positions,
     place_after,
     real_document_ids,
     token_positions,
+    without_autocast,
 )
 from slayformer.attention.features import Features
+from slayformer.attention.fixed import Fixed, Prepared
 from slayformer.attention.near import NearKernel
 from slayformer.attention.projection import Projection
 from slayformer.attention.walk import Keys, Walk
@@ -60,9 +64,10 @@ class LinearState:
     recent: RecentKeys
 
 
-def _one_zero(shape: tuple[int, ...], device: torch.device | str) -> Tensor:
-    """Return zeros that take no room and are only read."""
-    return torch.zeros((), device=device).expand(shape)
+def _no_room(device: torch.device | str) -> Callable[..., Tensor]:
+    """Return what makes zeros that take no room and are only read."""
+    zero = torch.zeros((), device=device)
+    return lambda shape, device: zero.expand(shape)
 
 
 class LinearAttention(Attention):
@@ -85,6 +90,10 @@ class LinearAttention(Attention):
     guard_floor: float = 0.0
     # share of the last call's rows that the guard replaced
     guarded_share: Tensor | None = None
+
+    def __init__(self, config: Any, **sizes: Any) -> None:
+        super().__init__(config, **sizes)
+        self._fixed = Fixed()
 
     def feature_tensors(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """Return every tensor the feature map and the near scores read, once per forward pass.
@@ -114,6 +123,15 @@ class LinearAttention(Attention):
     def normaliser_offset(self, dtype: torch.dtype) -> Tensor | float:
         """Return what is added to the normaliser: δ, on the scale of the features."""
         return self.delta
+
+    def _prepared(self, dtype: torch.dtype) -> Prepared:
+        """Return what a call needs of the mechanism's own tensors; of fixed ones it is kept."""
+
+        def prepare() -> Prepared:
+            offset = self.normaliser_offset(dtype)
+            return Prepared(self.feature_tensors(dtype), offset, self.projection)
+
+        return self._fixed(self, dtype, prepare)
 
     def feature_flops(self) -> int:
         """Return the FLOPs of one vector's features in one head."""
@@ -183,14 +201,19 @@ class LinearAttention(Attention):
         documents = real_document_ids(mask, document_ids)
         before = state
         if before is None:
-            before = self._first_state(batch_size, q_BHTD.device, v_BHTE.shape[-1], _one_zero)
+            zeros = _no_room(q_BHTD.device)
+            before = self._first_state(batch_size, q_BHTD.device, v_BHTE.shape[-1], zeros)
         if self.local_size and documents is None and state is not None:
             # the remembered keys may be of another document than the new ones
             documents = before.place.document_B.clamp_min(0)[:, None].expand(-1, length)
-        real = torch.ones(batch_size, length, dtype=torch.bool, device=q_BHTD.device)
-        positions = token_positions(real if mask is None else mask, documents, before.place)
-        with torch.autocast(q_BHTD.device.type, enabled=False):
-            offset = self.normaliser_offset(accumulation_dtype(q_BHTD.dtype))
+        if mask is None and document_ids is None:
+            positions = following_positions(length, before.place)
+        else:
+            real = torch.ones(batch_size, length, dtype=torch.bool, device=q_BHTD.device)
+            positions = token_positions(real if mask is None else mask, documents, before.place)
+        with without_autocast(q_BHTD.device.type):
+            prepared = self._prepared(accumulation_dtype(q_BHTD.dtype))
+            offset = prepared.offset
             continues = state is not None
             whole = causal and self.guard_floor == 0
             result, after = self._walk(
@@ -201,6 +224,7 @@ class LinearAttention(Attention):
                 documents,
                 positions,
                 before,
+                prepared,
                 continues,
                 offset=offset if whole else None,
             )
@@ -212,7 +236,16 @@ class LinearAttention(Attention):
                 q, k, v = (x.flip(2) for x in (q_BHTD, k_BHTD, v_BHTE))
                 mask, documents = (None if x is None else x.flip(1) for x in (mask, documents))
                 later_BHTN, _ = self._walk(
-                    q, k, v, mask, documents, positions.flip(1), before, False, strict=True
+                    q,
+                    k,
+                    v,
+                    mask,
+                    documents,
+                    positions.flip(1),
+                    before,
+                    prepared,
+                    False,
+                    strict=True,
                 )
                 sums_BHTN = sums_BHTN + later_BHTN.flip(2)
             normaliser_BHT1 = sums_BHTN[..., -1:] + offset
@@ -250,6 +283,7 @@ class LinearAttention(Attention):
         documents: Tensor | None,
         positions: Tensor,
         before: LinearState,
+        prepared: Prepared,
         continues: bool,
         strict: bool = False,
         offset: Tensor | float | None = None,
@@ -280,7 +314,7 @@ class LinearAttention(Attention):
             )
         walk = Walk(
             feature_map=self.feature_map,
-            projection=self.projection,
+            projection=prepared.projection,
             near=self.near_kernel if self.local_size else None,
             is_near=self.is_near if lag or (aligned and chunk > self.local_size) else None,
             local=self.local,
@@ -298,8 +332,9 @@ class LinearAttention(Attention):
             chunk=chunk if aligned or length > 2 * chunk else length,
         )
         memory = before.memory_BHMN.to(accumulation_dtype(q.dtype))
-        tensors = self.feature_tensors(memory.dtype)
-        result, memory = attend(self.config.backend, walk, q, k, v, memory, tensors, offset)
+        result, memory = attend(
+            self.config.backend, walk, q, k, v, memory, prepared.tensors, offset
+        )
         if not continues:
             return result, before
         return result, self._after(before, memory, k, v, keys, documents, positions)

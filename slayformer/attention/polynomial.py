@@ -46,6 +46,8 @@ class PolynomialMap(nn.Module):
         self.budget, self.heads, self.width = budget, heads, width
         self.feature_count = self.score_width = self.projection_width = budget
         self.tensor_count = 0
+        # of what is kept
+        self.names: list[str] = []
         self.draws = generator(seed)
 
     def keep(
@@ -53,6 +55,7 @@ class PolynomialMap(nn.Module):
     ) -> None:
         """Register `value` as a parameter or as a persistent buffer."""
         self.tensor_count += 1
+        self.names = sorted([*self.names, name])
         if trainable:
             self.register_parameter(name, mechanism_parameter(value, scale))
         else:
@@ -60,8 +63,7 @@ class PolynomialMap(nn.Module):
 
     def tensors(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """Return the `tensor_count` tensors that `features` reads, by name, in `dtype`."""
-        everything = {**dict(self.named_parameters()), **dict(self.named_buffers())}
-        return tuple(everything[name].to(dtype) for name in sorted(everything))
+        return tuple(getattr(self, name).to(dtype) for name in self.names)
 
     def flops(self) -> int:
         """Return the FLOPs of one vector's projections."""

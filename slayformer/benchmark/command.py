@@ -1,10 +1,10 @@
-"""The run of scripts/bench_attention.py: measure or read, write, print."""
+"""The runs of bench_attention.py and bench_train.py: measure or read, write, print."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,6 +14,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from slayformer.benchmark.attention import measure
 from slayformer.benchmark.options import BenchAttentionConfig
 from slayformer.benchmark.report import print_report, read_result, write_report
+from slayformer.benchmark.update_options import BenchTrainConfig
+from slayformer.benchmark.updates import check, measure_updates, plan
+from slayformer.benchmark.updates_report import print_updates, read_updates, write_updates
 from slayformer.errors import ConfigError, UserError
 
 
@@ -34,6 +37,25 @@ def run(config: BenchAttentionConfig) -> Path:
             result = measure(config, show)
     files = write_report(directory, result)
     print_report(result)
+    tell_files(files)
+    return directory
+
+
+def run_updates(config: BenchTrainConfig, overrides: Sequence[str]) -> Path:
+    """The same for whole updates; `overrides` go to train.yaml."""
+    refuse_launcher("bench_train.py")
+    if config.redraw is not None:
+        result = read_updates(Path(config.redraw))
+        directory = Path(config.directory or config.redraw)
+        make_directory(directory)
+    else:
+        plan(check(config), overrides)
+        directory = Path(config.directory or time.strftime("benchmarks/%Y-%m-%d_%H-%M-%S"))
+        make_directory(directory)
+        with progress_bar() as show:
+            result = measure_updates(config, overrides, show)
+    files = write_updates(directory, result)
+    print_updates(result)
     tell_files(files)
     return directory
 

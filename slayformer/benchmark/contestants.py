@@ -19,6 +19,7 @@ from torch.nn.functional import elu, scaled_dot_product_attention
 
 from slayformer.attention.backends import BACKENDS
 from slayformer.attention.kernels import spherical_yat, unit
+from slayformer.attention.quadratic import TINY
 from slayformer.errors import ConfigError, nearest
 from slayformer.presets import load_preset, make_attention, preset_names
 from slayformer.registry import attention_entry
@@ -120,7 +121,7 @@ def _naive(scores: Callable[[Tensor, Tensor], Tensor], *, softmax: bool) -> Runn
         if softmax:
             return scores(q, k).masked_fill(hidden, -torch.inf).softmax(-1) @ v
         kernel = scores(q, k).masked_fill(hidden, 0)
-        return kernel @ v / (kernel.sum(-1, keepdim=True) + 1e-6)
+        return kernel @ v / (kernel.sum(-1, keepdim=True) + TINY)
 
     return Runner(attend)
 

@@ -1,7 +1,8 @@
-"""What a measurement was made on."""
+"""What a measurement is made on: `python -m slayformer.benchmark.machine` prints it."""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 from pathlib import Path
@@ -75,3 +76,9 @@ def in_words(machine: dict[str, Any]) -> str:
             f"{count}, load {machine['load_per_core']:.1f} a core at the start"
         )
     return f"{where}, torch {machine['packages']['torch']}"
+
+
+if __name__ == "__main__":
+    found = describe(find_device("auto"), torch.get_num_threads())
+    print(in_words(found))
+    print(json.dumps(found, indent=2))

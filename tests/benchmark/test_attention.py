@@ -176,7 +176,7 @@ def test_naive_forms_are_the_mechanisms(name: str) -> None:
     q, k, v = shape.draw()
     mechanism = make_runner(name.removeprefix("naive_"), shape)
     torch.testing.assert_close(
-        make_runner(name, shape).attend(q, k, v), mechanism.attend(q, k, v), rtol=1e-3, atol=1e-5
+        make_runner(name, shape).attend(q, k, v), mechanism.attend(q, k, v), rtol=1e-9, atol=1e-12
     )
 
 
@@ -195,10 +195,9 @@ def test_installed_peers_attend_causally() -> None:
         changed[:, :, 15:] += 1
         again = runner.attend(q, k, changed)
         torch.testing.assert_close(again[:, :, :15], y[:, :, :15])
-        # weights sum to one
-        torch.testing.assert_close(
-            runner.attend(q, k, torch.ones_like(v)), torch.ones_like(v), rtol=1e-3, atol=1e-3
-        )
+        # weights sum to one, up to what they add to the normaliser
+        ones = torch.ones_like(v)
+        torch.testing.assert_close(runner.attend(q, k, ones), ones, rtol=0, atol=0.02)
 
 
 def test_statistics() -> None:

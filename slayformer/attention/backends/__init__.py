@@ -40,8 +40,6 @@ BACKENDS: dict[str, Backend] = {
 }
 
 
-# engines differentiate by themselves, which a graph compiler cannot trace
-@torch.compiler.disable
 def attend(
     wanted: str,
     walk: Walk,
@@ -56,6 +54,21 @@ def attend(
 
     Raises ConfigError if a backend named outright cannot do it.
     """
+    # leaving a graph compiler costs time on every call, also where there is none
+    chosen = _attend_eagerly if torch.compiler.is_compiling() else _attend
+    return chosen(wanted, walk, q, k, v, memory, tensors, offset)
+
+
+def _attend(
+    wanted: str,
+    walk: Walk,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    memory: Tensor,
+    tensors: Sequence[Tensor],
+    offset: Tensor | float | None,
+) -> tuple[Tensor, Tensor]:
     refusals: list[str] = []
     for name in BACKENDS if wanted == "auto" else (wanted,):
         backend = BACKENDS[name]
@@ -77,6 +90,10 @@ def attend(
             raise ConfigError("attention.backend", wanted, f"cannot be used: {obstacle}")
         refusals.append(f"not on {name}: {obstacle}")
     raise AssertionError("the backend torch takes everything")
+
+
+# engines differentiate by themselves, which a graph compiler cannot trace
+_attend_eagerly = torch.compiler.disable(_attend)
 
 
 @functools.cache

@@ -233,6 +233,42 @@ def _ready(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
+def _arranged(
+    value: Tensor, sides: Sequence[Tensor], weight: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor, list[Tensor], Tensor | None, Tensor | None]:
+    """Return v, the sides, W and b with the strides that the compiled code takes."""
+    if weight is not None and bias is not None:
+        weight, bias = weight.contiguous(), bias.contiguous()
+    return _ready(value), [_ready(x) for x in sides], weight, bias
+
+
+def _run_forward(
+    call: Call,
+    value: Tensor,
+    memory: Tensor,
+    parameters: Sequence[Tensor | None],
+    given: list[Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the quotient or the sums, the normaliser, and the state after, empty if not wanted."""
+    # it holds what the problem points at
+    one = Pass(call, value, memory, parameters, given)
+    problem = one.problem
+    batch, heads, _, width = value.shape
+    length = call.walk.length
+    if call.offset_H is not None:
+        # a token's heads lie side by side, as a model wants them
+        output = torch.empty(batch, length, heads, width).transpose(1, 2)
+        normaliser = torch.empty(batch, heads, length, 1)
+    else:
+        output = torch.empty(batch, heads, length, width + 1)
+        normaliser = output[..., width:]
+    problem.output, problem.normaliser = Rows.of(output), Rows.of(normaliser)
+    after = torch.empty(memory.shape if call.walk.has_future else 0)
+    problem.memory_after = after.data_ptr()
+    engine.run(problem, backward=False)
+    return output, normaliser, after
+
+
 class _Walked(torch.autograd.Function):
     """The walk with gradients of q and k or of their factors, of v, the state and parameters."""
 
@@ -249,25 +285,9 @@ class _Walked(torch.autograd.Function):
         key_scale: Tensor | None,
         *sides: Tensor,
     ):
-        value, *given = (_ready(x) for x in (value, *sides))
-        if weight is not None and bias is not None:
-            weight, bias = weight.contiguous(), bias.contiguous()
+        value, given, weight, bias = _arranged(value, sides, weight, bias)
         parameters = (epsilon, weight, bias, query_scale, key_scale)
-        one = Pass(call, value, memory, parameters, given)
-        problem = one.problem
-        batch, heads, _, width = value.shape
-        length = call.walk.length
-        if call.offset_H is not None:
-            # a token's heads lie side by side, as a model wants them
-            output = torch.empty(batch, length, heads, width).transpose(1, 2)
-            normaliser = torch.empty(batch, heads, length, 1)
-        else:
-            output = torch.empty(batch, heads, length, width + 1)
-            normaliser = output[..., width:]
-        problem.output, problem.normaliser = Rows.of(output), Rows.of(normaliser)
-        after = torch.empty(memory.shape if call.walk.has_future else 0)
-        problem.memory_after = after.data_ptr()
-        engine.run(problem, backward=False)
+        output, normaliser, after = _run_forward(call, value, memory, parameters, given)
         ctx.call = call
         quotient = (output, normaliser) if call.offset_H is not None else (None, None)
         ctx.save_for_backward(value, memory, *parameters, *quotient, *given)
@@ -318,4 +338,12 @@ def compiled_walk(call: Call, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
     `tensors`: v, the state before, ε [H]; W, b and the scales of queries and keys with q and k, or
     four times None with the factors of queries and of keys, the near kernel's vectors last.
     """
-    return _Walked.apply(call, *tensors)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        return _Walked.apply(call, *tensors)
+    value, memory, epsilon, weight, bias, query_scale, key_scale, *sides = tensors
+    assert value is not None
+    assert memory is not None
+    value, given, weight, bias = _arranged(value, sides, weight, bias)  # type: ignore[arg-type]
+    parameters = (epsilon, weight, bias, query_scale, key_scale)
+    output, _, after = _run_forward(call, value, memory, parameters, given)
+    return output, after
