@@ -1,15 +1,23 @@
 """Train a GPT-2 with the attention mechanism of your choice: `python train.py attention=slay`.
 
-`python train.py --help` lists every option; `dry_run=true` prints the plan and stops.
+`python train.py --help` lists every option; `dry_run=true` prints the plan and stops;
+`python train.py -m attention=slay,softmax seed=1,2` makes a run of every combination.
 """
 
 from __future__ import annotations
 
-from slayformer.cli import compose, entry_point
+import sys
+
+from slayformer.cli import compose, entry_point, multirun_arguments
 
 
 def main() -> None:
     """Compose, check and train."""
+    several = multirun_arguments(sys.argv[1:])
+    if several is not None:
+        from slayformer.evaluation import multirun
+
+        sys.exit(multirun.run(*several))
     composed = compose("train")
     from slayformer.config_loading import load_config
 

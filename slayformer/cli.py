@@ -150,8 +150,20 @@ def strip_launcher_arguments(arguments: list[str]) -> list[str]:
     return kept
 
 
-def _check_flags(arguments: list[str]) -> None:
-    """Raise UserError for a flag that Hydra does not know or that has no meaning here."""
+def multirun_arguments(arguments: list[str]) -> tuple[list[str], list[str]] | None:
+    """Return the overrides and the other flags of a command with -m or --multirun, else None.
+
+    Raises UserError for a flag that Hydra does not know.
+    """
+    arguments = strip_launcher_arguments(arguments)
+    flags = _parse_flags(arguments)
+    if not flags.multirun:
+        return None
+    ours = {"-m", "--multirun", *flags.overrides}
+    return flags.overrides, [argument for argument in arguments if argument not in ours]
+
+
+def _parse_flags(arguments: list[str]) -> Any:
     from hydra._internal.utils import get_args_parser
 
     def refuse(message: str) -> NoReturn:
@@ -159,9 +171,14 @@ def _check_flags(arguments: list[str]) -> None:
 
     parser = get_args_parser()
     parser.error = refuse  # type: ignore[method-assign]
-    flags = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def _check_flags(arguments: list[str]) -> None:
+    """Raise UserError for a flag that Hydra does not know or that has no meaning here."""
+    flags = _parse_flags(arguments)
     if flags.multirun:
-        raise UserError("--multirun: a command is one run; scripts/compare.py makes several")
+        raise UserError("--multirun: only train.py has it; scripts/compare.py makes several runs")
     if flags.experimental_rerun:
         raise UserError("--experimental-rerun: not supported")
     if flags.config_path:

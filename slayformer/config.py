@@ -349,9 +349,25 @@ class CompareConfig:
     seeds: list[int]
     # null: comparisons/<time>; an existing one goes on where it stopped
     directory: str | None = None
+    # differences are to this mechanism (null: softmax, if it is one of them)
+    baseline: str | None = None
     # measure associative recall as well, as scripts/recall.py does
     recall: bool = False
+    # processes of a run, one a GPU, started by DeepSpeed's launcher
+    processes: int = positive(1)
     # runs at a time
     jobs: int = positive(1)
-    # CPU threads of a run (null: the cores divided by jobs)
+    # CPU threads of a process (null: the cores divided by the processes at a time)
     threads: int | None = positive(None)
+
+
+@dataclass
+class ReportConfig:
+    """Everything `scripts/report.py` is told beside the folders."""
+
+    # null: the folder of runs, if there is one alone; reports/<time> otherwise
+    directory: str | None = None
+    # differences are to this mechanism (null: softmax, if it is one of them)
+    baseline: str | None = None
+    # show in red what makes the comparison unfair, instead of refusing it
+    allow_differences: bool = False

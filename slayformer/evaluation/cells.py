@@ -1,4 +1,4 @@
-"""The runs of a comparison as processes: started, watched, and never twice in one folder."""
+"""Runs as processes of their own: started, watched, and never twice in one folder."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import fcntl
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+import psutil  # type: ignore[import-untyped]
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -25,9 +27,13 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from slayformer.cli import EXIT_INTERRUPTED
+from slayformer.cli import EXIT_INTERRUPTED, compose, quoted
 from slayformer.config import RecallConfig, TrainConfig
+from slayformer.config_loading import load_config
+from slayformer.data.tokenizer import vocabulary_size
 from slayformer.evaluation.runs import is_finished
+from slayformer.training.budget import make_plan
+from slayformer.training.schedule import check_schedule
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN, RECALL = ROOT / "train.py", ROOT / "scripts" / "recall.py"
@@ -36,30 +42,54 @@ POLL_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class Cell:
-    """One run: `overrides` are what `script` is given, `config` and `updates` what they mean."""
+    """One run: `overrides` are what `script` is given, `config` and `updates` what they mean.
+
+    `title` is what a person reads. Of more than one of `processes` DeepSpeed's launcher starts
+    them, one a GPU.
+    """
 
     folder: Path
-    mechanism: str
-    seed: int
+    title: str
     overrides: list[str]
     config: TrainConfig | RecallConfig
     updates: int
     script: Path = TRAIN
-
-    @property
-    def title(self) -> str:
-        """What a person reads: the mechanism, the task if it is not language, and the seed."""
-        task = " recall" if self.script == RECALL else ""
-        return f"{self.mechanism}{task} seed {self.seed}"
+    processes: int = 1
 
     @property
     def log(self) -> Path:
         """The file with the output of the run."""
         return self.folder.with_name(f"{self.folder.name}.log")
 
+    def command(self) -> list[str]:
+        """Return the command line of the run."""
+        start = [sys.executable]
+        if self.processes > 1:
+            start += ["-m", "deepspeed.launcher.runner", "--master_port", str(_free_port())]
+            start += ["--num_accelerators", str(self.processes)]
+        return [*start, str(self.script), *self.overrides]
 
-def train_cells(cells: Sequence[Cell], *, jobs: int, threads: int, console: Console) -> list[Cell]:
-    """Train the unfinished cells, `jobs` at a time; return those that did not finish."""
+
+def training_cell(folder: Path, title: str, overrides: list[str], processes: int = 1) -> Cell:
+    """Return the cell that trains with `overrides` in `folder`, or goes on with what is there.
+
+    Raises UserError for what train.py would refuse.
+    """
+    # without a checkpoint in it, resume=auto starts anew
+    given = [*overrides, f"run_directory={quoted(str(folder))}", "resume=auto"]
+    config = load_config(compose("train", given))
+    plan = make_plan(config, vocabulary_size(config.tokenizer), world_size=processes)
+    check_schedule(config.schedule, plan.updates, plan.tokens_at)
+    return Cell(folder, title, given, config, plan.updates, processes=processes)
+
+
+def train_cells(
+    cells: Sequence[Cell], *, jobs: int, threads: int | None, console: Console
+) -> list[Cell]:
+    """Train the unfinished cells, `jobs` at a time; return those that did not finish.
+
+    `threads` None leaves the number of CPU threads as it is for this process.
+    """
     waiting = []
     for cell in cells:
         if is_finished(cell.folder):
@@ -102,7 +132,7 @@ def train_cells(cells: Sequence[Cell], *, jobs: int, threads: int, console: Cons
 
 
 class RunningCell:
-    """A cell under way: first waiting for its log, then a process of train.py."""
+    """A cell under way: first waiting for its log, then a process."""
 
     def __init__(self, cell: Cell, progress: Progress) -> None:
         self.cell = cell
@@ -113,7 +143,7 @@ class RunningCell:
         # the lock stays, and nobody trains into the same folder
         self.log: IO[bytes] = cell.log.open("ab")
 
-    def step(self, threads: int) -> bool:
+    def step(self, threads: int | None) -> bool:
         """Start or watch the process; return whether the cell has ended, finished or not."""
         if self.process is None and self._take_lock():
             if is_finished(self.cell.folder):
@@ -129,6 +159,25 @@ class RunningCell:
         self.log.close()
         self.progress.remove_task(self.task)
 
+    def ask_to_stop(self) -> None:
+        """Let the run finish its update, save a checkpoint and end."""
+        if self.process is None or self.process.poll() is not None:
+            return
+        if self.cell.processes == 1:
+            self.process.terminate()
+            return
+        # the launcher passes a signal on and kills those that take long to save; told themselves,
+        # they end by their own and the launcher after them
+        for rank in _ranks(self.process.pid):
+            with suppress(psutil.Error):
+                rank.send_signal(signal.SIGUSR1)
+
+    def kill(self) -> None:
+        """End the run at once, with every process it has started."""
+        if self.process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+
     def fraction(self) -> float:
         """Return how much of the cell is done, 0 to 1."""
         task = self.progress.tasks[self.progress.task_ids.index(self.task)]
@@ -142,13 +191,13 @@ class RunningCell:
             return False
         return True
 
-    def _start(self, threads: int) -> subprocess.Popen[bytes]:
+    def _start(self, threads: int | None) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            [sys.executable, str(self.cell.script), *self.cell.overrides],
+            self.cell.command(),
             stdin=subprocess.DEVNULL,
             stdout=self.log,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+            env={**os.environ, **({} if threads is None else {"OMP_NUM_THREADS": str(threads)})},
             # Ctrl-C reaches it from here only, so that it is told to stop once
             start_new_session=True,
         )
@@ -204,18 +253,36 @@ def _interruptible(running: list[RunningCell]) -> Iterator[None]:
         yield
     except BaseException as error:
         print("stopping: each run saves a checkpoint; call again to go on", file=sys.stderr)
-        processes = [one.process for one in running if one.process is not None]
         try:
-            for process in processes:
-                process.terminate()
-            for process in processes:
-                process.wait()
+            for one in running:
+                one.ask_to_stop()
+            for one in running:
+                if one.process is not None:
+                    one.process.wait()
         except KeyboardInterrupt:
-            for process in processes:
-                process.kill()
+            for one in running:
+                one.kill()
         if isinstance(error, KeyboardInterrupt):
             sys.exit(EXIT_INTERRUPTED)
         raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _ranks(launcher: int) -> list[psutil.Process]:
+    """Return the processes that train, among those that process `launcher` has started."""
+    ranks = []
+    with suppress(psutil.Error):
+        for process in psutil.Process(launcher).children(recursive=True):
+            with suppress(psutil.Error):
+                # what a rank starts inherits its number
+                if "RANK" in process.environ() and "RANK" not in process.parent().environ():
+                    ranks.append(process)
+    return ranks
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return free.getsockname()[1]

@@ -1,7 +1,8 @@
 """Train every mechanism with every seed from one plan, and report them in one table.
 
-Each run ("cell") is a process of train.py in `<comparison>/<mechanism>-seed<k>`, its output in the
-log file beside it. Calling again with the same directory trains only what is missing.
+Each run ("cell") is a process of train.py, or several with processes=…, in
+`<comparison>/<mechanism>-seed<k>`, its output in the log file beside it. Calling again with the
+same directory trains only what is missing.
 """
 
 from __future__ import annotations
@@ -21,13 +22,12 @@ from slayformer.config import CompareConfig, RecallConfig, TrainConfig
 from slayformer.config_loading import load_config, to_plain
 from slayformer.data.prepare import prepare
 from slayformer.data.shards import write_atomically
-from slayformer.data.tokenizer import vocabulary_size
-from slayformer.errors import ConfigError, UserError
-from slayformer.evaluation.cells import RECALL, Cell, train_cells
-from slayformer.evaluation.report import print_report, write_report
-from slayformer.evaluation.runs import read_recall, read_run
-from slayformer.training.budget import make_plan
-from slayformer.training.schedule import check_schedule
+from slayformer.errors import ConfigError, UserError, nearest
+from slayformer.evaluation.cells import RECALL, Cell, train_cells, training_cell
+from slayformer.evaluation.report import make_report
+from slayformer.evaluation.report_files import write_report
+from slayformer.evaluation.report_table import print_report
+from slayformer.evaluation.runs import Run, read_recall, read_run
 
 SETTINGS_FILE = "settings.json"
 # set by the comparison for each cell
@@ -54,7 +54,15 @@ def run(config: CompareConfig, overrides: Sequence[str]) -> int:
     comparison of another configuration.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UserError("compare.py starts its own processes: run it without a launcher")
+        hint = "run it without a launcher, with processes=… for several processes a run"
+        raise UserError(f"compare.py starts its own processes: {hint}")
+    if config.baseline not in (None, *config.attention):
+        hint = "must be one of the mechanisms in attention=[…]: "
+        hint += nearest(str(config.baseline), config.attention)
+        raise ConfigError("baseline", config.baseline, hint)
+    if config.jobs > 1 and config.processes > 1:
+        hint = "with processes=… a run has all GPUs, so one at a time: jobs=1"
+        raise ConfigError("jobs", config.jobs, hint)
     directory = Path(config.directory or time.strftime("comparisons/%Y-%m-%d_%H-%M-%S")).absolute()
     cells = plan_cells(config, overrides, directory)
     record = join_record(directory, cells)
@@ -63,11 +71,13 @@ def run(config: CompareConfig, overrides: Sequence[str]) -> int:
     assert isinstance(first, TrainConfig)
     prepare(first.data, first.tokenizer)
     _write_record(directory, record)
-    threads = config.threads or max(1, (os.cpu_count() or 1) // config.jobs)
+    at_once = config.jobs * config.processes
+    threads = config.threads or max(1, (os.cpu_count() or 1) // at_once)
     console = Console()
     console.print(
         f"{len(cells)} runs: {len(config.attention)} mechanisms x {len(config.seeds)} seeds, "
-        f"{config.jobs} at a time, {threads} CPU threads each, in {directory}",
+        f"{config.jobs} at a time, {config.processes} process{'es' * (config.processes > 1)} "
+        f"each with {threads} CPU threads, in {directory}",
         soft_wrap=True,
     )
     failed = train_cells(cells, jobs=config.jobs, threads=threads, console=console)
@@ -79,9 +89,10 @@ def run(config: CompareConfig, overrides: Sequence[str]) -> int:
     runs = [read_run(cell.folder) for cell in finished if cell.script != RECALL]
     if runs:
         recalls = [read_recall(cell.folder) for cell in finished if cell.script == RECALL]
-        report = write_report(directory, runs, recalls, notes)
+        report = make_report(runs, recalls, notes, baseline=_baseline(config, runs))
+        files = write_report(directory, report)
         print_report(report)
-        for path in report.files:
+        for path in files:
             console.print(str(path), soft_wrap=True)
     for cell in failed:
         console.print(f"did not finish: {cell.title}, see {cell.log}", soft_wrap=True)
@@ -108,7 +119,9 @@ def plan_cells(config: CompareConfig, overrides: Sequence[str], directory: Path)
     cells = []
     for seed in config.seeds:
         for mechanism in config.attention:
-            cells.append(_plan_training(directory, mechanism, seed, shared))
+            folder, title = directory / f"{mechanism}-seed{seed}", f"{mechanism} seed {seed}"
+            given = [*shared, f"attention={mechanism}", f"seed={seed}"]
+            cells.append(training_cell(folder, title, given, config.processes))
         for mechanism in config.attention if config.recall else ():
             options = [o for o in shared if o.startswith("attention.")]
             options += [o.removeprefix("recall.") for o in own]
@@ -116,23 +129,19 @@ def plan_cells(config: CompareConfig, overrides: Sequence[str], directory: Path)
     return cells
 
 
-def _plan_training(directory: Path, mechanism: str, seed: int, overrides: list[str]) -> Cell:
-    folder = directory / f"{mechanism}-seed{seed}"
-    given = [*overrides, f"attention={mechanism}", f"seed={seed}"]
-    # without a checkpoint in it, resume=auto starts anew
-    given += [f"run_directory={quoted(str(folder))}", "resume=auto"]
-    train_config = load_config(compose("train", given))
-    plan = make_plan(train_config, vocabulary_size(train_config.tokenizer), world_size=1)
-    check_schedule(train_config.schedule, plan.updates, plan.tokens_at)
-    return Cell(folder, mechanism, seed, given, train_config, plan.updates)
-
-
 def _plan_recall(directory: Path, mechanism: str, seed: int, overrides: list[str]) -> Cell:
     folder = directory / f"{mechanism}-recall-seed{seed}"
     given = [*overrides, f"attention={mechanism}", f"seed={seed}"]
     given += [f"run_directory={quoted(str(folder))}"]
     config = load_config(compose("recall", given), RecallConfig)
-    return Cell(folder, mechanism, seed, given, config, config.updates, script=RECALL)
+    title = f"{mechanism} recall seed {seed}"
+    return Cell(folder, title, given, config, config.updates, script=RECALL)
+
+
+def _baseline(config: CompareConfig, runs: Sequence[Run]) -> str | None:
+    """Return the baseline asked for, None if none of its runs finished."""
+    finished = config.baseline in {run.mechanism for run in runs}
+    return config.baseline if finished else None
 
 
 def join_record(directory: Path, cells: Sequence[Cell]) -> dict[str, Any]:
@@ -145,7 +154,7 @@ def join_record(directory: Path, cells: Sequence[Cell]) -> dict[str, Any]:
     for cell in cells:
         name = "recall" if cell.script == RECALL else "shared"
         plain = to_plain(cell.config)
-        settings["attention"][cell.mechanism] = plain["attention"]
+        settings["attention"][plain["attention"]["name"]] = plain["attention"]
         settings[name] = {k: v for k, v in plain.items() if k not in OWN_TRAIN_KEYS}
     path = directory / SETTINGS_FILE
     try:

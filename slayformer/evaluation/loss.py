@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -80,6 +80,7 @@ def score(
     batch_samples: int,
     byte_lengths: np.ndarray,
     progress: Callable[[int], None] | None = None,
+    observe: Callable[[Sequence[int], torch.Tensor, slice, torch.Tensor], None] | None = None,
 ) -> LossTotals:
     """Return the totals of windows 0 … `windows` - 1, the same on every rank.
 
@@ -88,7 +89,8 @@ def score(
     the same number of forward passes: one that has run out repeats window 0 with no target, because
     sharded weights are gathered by all ranks together. Sums are fp64, so neither `batch_samples`
     nor the world size matters beyond rounding. `progress` is called with the number of windows just
-    scored, over all ranks.
+    scored, over all ranks; `observe` with the windows this rank has just scored, all their ids_BT,
+    its stretch of them, and the nats_BT of that stretch.
 
     Raises DataError if the loader has fewer windows, or none is asked for.
     """
@@ -109,7 +111,8 @@ def score(
         for start in range(0, windows, stride):
             stop = min(start + stride, windows)
             mine = list(range(start + distributed.data_rank(), stop, groups))
-            batch = loader.batch(mine or [0]).stretch(own)
+            whole = loader.batch(mine or [0])
+            batch = whole.stretch(own)
             targets_BT = batch.targets_BT
             if not mine:
                 targets_BT = torch.full_like(targets_BT, IGNORE_INDEX)
@@ -119,6 +122,8 @@ def score(
             nats_T[own] += nats_BT.sum(dim=0, dtype=torch.float64).cpu()
             tokens_T[own] += scored_BT.sum(dim=0)
             byte_count += bytes_of_id[targets_BT[scored_BT]].sum()
+            if observe is not None and mine:
+                observe(mine, whole.ids_BT, own, nats_BT)
             if progress is not None:
                 progress(stop - start)
     finally:

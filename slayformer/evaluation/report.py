@@ -1,23 +1,21 @@
-"""From finished runs to tables and pictures: Markdown, CSV, JSON, PNG and the terminal."""
+"""From finished runs to one row a mechanism, and to what has to be told beside the rows."""
 
 from __future__ import annotations
 
-import csv
-import json
 import math
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from slayformer.evaluation.report_figure import (
-    draw_curves,
-    draw_positions,
-    draw_recall,
-    stretch_label,
-)
-from slayformer.evaluation.runs import Run, check_fair, scored_tokens
+from slayformer.errors import ConfigError, nearest
+from slayformer.evaluation.fairness import Difference, check_fair, find_differences
+from slayformer.evaluation.paired import PairedDifference, paired_difference
+from slayformer.evaluation.published import Published, published_losses
+from slayformer.evaluation.runs import Run, named_apart
+
+# compared with unless another is named
+USUAL_BASELINE = "softmax"
 
 
 @dataclass(frozen=True)
@@ -45,6 +43,12 @@ class Row:
     loss_by_position: list[dict[str, float]]
     # share of values recalled by number of pairs, empty if not measured
     recall: dict[str, float]
+    # loss less the baseline's; None for the baseline itself and without common seeds
+    difference: PairedDifference | None = None
+    # nats/token; None where the setting is not that of the publication
+    published_loss: float | None = None
+    # whether its runs are unlike the others' in more than mechanism and seed
+    unfair: bool = False
 
     @property
     def label(self) -> str:
@@ -52,57 +56,116 @@ class Row:
         return f"{self.mechanism} (control)" if self.control else self.mechanism
 
 
-COLUMNS: dict[str, Callable[[Row], str]] = {
-    "mechanism": lambda row: row.label,
-    "validation loss (nats/token)": lambda row: (
-        f"{row.loss:.4f} (1 seed)"
-        if row.loss_std is None
-        else f"{row.loss:.4f} ± {row.loss_std:.4f}"
-    ),
-    "perplexity": lambda row: f"{row.perplexity:,.2f}",
-    "bits per byte": lambda row: f"{row.bits_per_byte:.4f}",
-    "tokens/s": lambda row: f"{row.tokens_per_second:,.0f}",
-    "peak memory (MiB)": lambda row: f"{row.peak_memory_mib:,.0f}",
-    "parameters": lambda row: f"{row.parameters:,}",
-}
-# what a terminal of 80 columns has no room for
-MORE_COLUMNS: dict[str, Callable[[Row], str]] = {
-    "state (KiB a sequence)": lambda row: (
-        "–" if row.state_bytes is None else f"{row.state_bytes / 1024:,.0f}"
-    ),
-    "forward (MFLOP/token)": lambda row: (
-        "–" if row.flops_per_token is None else f"{row.flops_per_token / 1e6:,.2f}"
-    ),
-    "guarded rows (%)": lambda row: (
-        "–" if row.guarded_share is None else f"{100 * row.guarded_share:.1f}"
-    ),
-}
-
-
 @dataclass(frozen=True)
 class Report:
-    """What a comparison came to: rows, lowest loss first, and the files that hold it."""
+    """What a comparison came to: rows, lowest loss first, and all that is told beside them.
+
+    `baseline` is the mechanism that differences are to, None if there is none.
+    """
 
     rows: list[Row]
-    unigram_loss: float
-    files: list[Path]
+    runs: list[Run]
+    recalls: list[dict[str, Any]]
+    baseline: str | None
+    published: Published | None
+    differences: list[Difference]
+    notes: list[str]
+
+    @property
+    def unigram_loss(self) -> float:
+        """Cross entropy of the validation tokens under the frequencies of the training tokens."""
+        return self.runs[0].summary["unigram_loss"]
+
+    @property
+    def placed(self) -> list[Row]:
+        """The rows with a loss by position."""
+        return [row for row in self.rows if row.loss_by_position]
+
+    @property
+    def recalling(self) -> list[Row]:
+        """The rows with a measured recall."""
+        return [row for row in self.rows if row.recall]
+
+    @property
+    def unequal(self) -> list[str]:
+        """A sentence for each difference that makes the comparison unfair."""
+        return list(dict.fromkeys(map(str, self.differences)))
+
+    @property
+    def statements(self) -> list[str]:
+        """Sentences that belong under the table: what the numbers are and what runs share."""
+        summary, scored = self.runs[0].summary, self.runs[0].scored_tokens
+        loss = self.unigram_loss
+        seeds = [f"{row.mechanism} {', '.join(map(str, row.seeds))}" for row in self.rows]
+        told = [
+            f"Unigram floor: {loss:.4f} nats/token (perplexity {math.exp(loss):,.2f}): what "
+            "knowing only how frequent each token is would give on the same validation tokens.",
+            f"± is the sample standard deviation over seeds: {'; '.join(seeds)}.",
+        ]
+        if not self.differences:
+            told[1:1] = [
+                f"Every run trained on {summary['tokens']:,} tokens in {summary['updates']:,} "
+                + "updates"
+                + (f" and was scored on the same {scored:,} validation tokens." if scored else "."),
+                "Checked equal over all runs: the plan, the settings, the tokenizer "
+                f"({self.runs[0].tokenizer_identity[:12]}) and the tokens. With the same seed, "
+                "runs see the same batches and start from the same weights everywhere outside "
+                "the mechanism.",
+            ]
+        told += self._interval_statements()
+        if self.recalling:
+            told.append(_recall_statement(self.recalls))
+        if self.published:
+            told.append(self.published.statement)
+        return [*told, *self.notes]
+
+    def _interval_statements(self) -> list[str]:
+        by_cover: dict[str, list[Row]] = {}
+        for row in self.rows:
+            if row.difference is not None:
+                by_cover.setdefault(row.difference.covers, []).append(row)
+        told = []
+        for covers, rows in by_cover.items():
+            names = "" if len(by_cover) == 1 else f" ({', '.join(row.mechanism for row in rows)})"
+            if covers == "nothing":
+                told.append(
+                    f"Difference to {self.baseline}{names}: one seed and no losses of documents, "
+                    "so there is no interval."
+                )
+                continue
+            documents = max(row.difference.documents for row in rows if row.difference)
+            pairs = "seed and validation document" if documents else "seed"
+            count = f", {documents:,} documents" if documents else ""
+            told.append(
+                f"Difference to {self.baseline}{names}: paired by {pairs}, with the 95 % "
+                f"confidence interval over {covers}{count}."
+            )
+        return told
 
 
-def make_rows(runs: Sequence[Run], recalls: Sequence[dict[str, Any]] = ()) -> list[Row]:
+def make_rows(
+    runs: Sequence[Run],
+    recalls: Sequence[dict[str, Any]] = (),
+    *,
+    baseline: str | None = None,
+    published: Published | None = None,
+    unfair: Sequence[Run] = (),
+) -> list[Row]:
     """Return one row a mechanism, the lowest mean validation loss first (NaN last).
 
-    `recalls` are summaries of recall runs.
+    `recalls` are summaries of recall runs; `unfair` are runs not like the others.
     """
+    by_mechanism = {
+        mechanism: sorted((r for r in runs if r.mechanism == mechanism), key=lambda run: run.seed)
+        for mechanism in dict.fromkeys(run.mechanism for run in runs)
+    }
     rows = []
-    for mechanism in dict.fromkeys(run.mechanism for run in runs):
-        mine = sorted((run for run in runs if run.mechanism == mechanism), key=lambda run: run.seed)
+    for mechanism, mine in by_mechanism.items():
         summaries = [run.summary for run in mine]
-
-        def mean(key: str, summaries: list[dict[str, Any]] = summaries) -> float:
-            return statistics.fmean(summary[key] for summary in summaries)
-
         losses = [summary["validation_loss"] for summary in summaries]
-        loss = mean("validation_loss")
+        loss = statistics.fmean(losses)
+        own_recalls = [recall for recall in recalls if recall["mechanism"] == mechanism]
+        theirs = [run for run in runs if run.mechanism == baseline != mechanism]
         rows.append(
             Row(
                 mechanism=mechanism,
@@ -110,8 +173,8 @@ def make_rows(runs: Sequence[Run], recalls: Sequence[dict[str, Any]] = ()) -> li
                 loss=loss,
                 loss_std=statistics.stdev(losses) if len(losses) > 1 else None,
                 perplexity=math.inf if loss > 700 else math.exp(loss),
-                bits_per_byte=mean("bits_per_byte"),
-                tokens_per_second=mean("tokens_per_second"),
+                bits_per_byte=statistics.fmean(s["bits_per_byte"] for s in summaries),
+                tokens_per_second=statistics.fmean(s["tokens_per_second"] for s in summaries),
                 peak_memory_mib=max(s["peak_memory_bytes"] for s in summaries) / 2**20,
                 parameters=summaries[0]["parameters"],
                 control=summaries[0].get("control", False),
@@ -119,7 +182,10 @@ def make_rows(runs: Sequence[Run], recalls: Sequence[dict[str, Any]] = ()) -> li
                 flops_per_token=summaries[0].get("flops_per_token"),
                 guarded_share=_guarded_share(mine),
                 loss_by_position=_mean_by_position(summaries),
-                recall=_mean_recall([r for r in recalls if r["mechanism"] == mechanism]),
+                recall=_mean_recall(own_recalls),
+                difference=paired_difference(mine, theirs),
+                published_loss=published.losses.get(mechanism) if published else None,
+                unfair=any(run in unfair for run in mine),
             )
         )
     return sorted(rows, key=lambda row: (math.isnan(row.loss), row.loss))
@@ -149,73 +215,6 @@ def _mean_recall(recalls: Sequence[dict[str, Any]]) -> dict[str, float]:
     return {p: statistics.fmean(one[p] for one in by_seed) for p in (by_seed or [{}])[0]}
 
 
-def write_report(
-    directory: Path,
-    runs: Sequence[Run],
-    recalls: Sequence[dict[str, Any]] = (),
-    notes: Sequence[str] = (),
-) -> Report:
-    """Write comparison.md, .csv, .json and the pictures to `directory`, and return what they hold.
-
-    `recalls` are summaries of recall runs, `notes` sentences for the report. Raises UserError if
-    the runs cannot be compared.
-    """
-    check_fair(runs)
-    rows = make_rows(runs, recalls)
-    statements = [*_statements(runs, rows), *notes]
-    unigram = runs[0].summary["unigram_loss"]
-    files = [directory / f"comparison.{kind}" for kind in ("md", "csv", "json")]
-    pictures = [directory / "curves.png"]
-    draw_curves(pictures[0], runs, [row.mechanism for row in rows])
-    placed = [row for row in rows if row.loss_by_position]
-    if placed:
-        pictures.append(directory / "positions.png")
-        draw_positions(pictures[-1], placed)
-    recalling = [row for row in rows if row.recall]
-    if recalling:
-        pictures.append(directory / "recall.png")
-        draw_recall(pictures[-1], recalling, recalls[0]["chance"])
-        statements.append(_recall_statement(recalls))
-    sections = _sections(rows, placed, recalling, statements, pictures)
-    files[0].write_text(sections, encoding="utf-8")
-    with files[1].open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [*asdict(rows[0]), "unigram_loss"])
-        writer.writeheader()
-        for row in rows:
-            seeds = " ".join(map(str, row.seeds))
-            nested = {key: json.dumps(getattr(row, key)) for key in ("loss_by_position", "recall")}
-            writer.writerow({**asdict(row), **nested, "seeds": seeds, "unigram_loss": unigram})
-    record = {
-        "rows": [asdict(row) for row in rows],
-        "unigram_loss": unigram,
-        "statements": statements,
-        "plan": runs[0].plan,
-        "tokenizer_identity": runs[0].tokenizer_identity,
-        "runs": [{"folder": run.folder.name, **run.summary} for run in runs],
-        "recalls": list(recalls),
-    }
-    files[2].write_text(json.dumps(record, indent=2), encoding="utf-8")
-    return Report(rows, unigram, [*files, *pictures])
-
-
-def _statements(runs: Sequence[Run], rows: Sequence[Row]) -> list[str]:
-    """Return the sentences under the table: the floor to beat, and what the runs share."""
-    summary = runs[0].summary
-    loss = summary["unigram_loss"]
-    scored = scored_tokens(runs[0])
-    seeds = [f"{row.mechanism} {', '.join(map(str, row.seeds))}" for row in rows]
-    return [
-        f"Unigram floor: {loss:.4f} nats/token (perplexity {math.exp(loss):,.2f}): what knowing "
-        "only how frequent each token is would give on the same validation tokens.",
-        f"Every run trained on {summary['tokens']:,} tokens in {summary['updates']:,} updates"
-        + (f" and was scored on the same {scored:,} validation tokens." if scored else "."),
-        "Checked equal over all runs: the plan, the tokenizer "
-        f"({runs[0].tokenizer_identity[:12]}) and the tokens. With the same seed, runs see the "
-        "same batches and start from the same weights everywhere outside the mechanism.",
-        f"± is the sample standard deviation over seeds: {'; '.join(seeds)}.",
-    ]
-
-
 def _recall_statement(recalls: Sequence[dict[str, Any]]) -> str:
     """Return what the recall runs were."""
     model, seeds = recalls[0]["config"]["model"], sorted({r["seed"] for r in recalls})
@@ -226,55 +225,35 @@ def _recall_statement(recalls: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def _sections(
-    rows: Sequence[Row],
-    placed: Sequence[Row],
-    recalling: Sequence[Row],
-    statements: Sequence[str],
-    pictures: Sequence[Path],
-) -> str:
-    """Return the report in Markdown: a table each for loss, position and recall, then pictures."""
-    columns = {**COLUMNS, **MORE_COLUMNS}
-    body = [[column(row) for column in columns.values()] for row in rows]
-    lines = ["# Comparison", "", *_table([*columns], body), ""]
-    lines += [f"- {statement}" for statement in statements]
-    if placed:
-        names = [stretch_label(stretch) for stretch in placed[0].loss_by_position]
-        body = [[r.label, *(f"{s['loss']:.3f}" for s in r.loss_by_position)] for r in placed]
-        lines += ["", "## Validation loss by position in the context (nats/token)", ""]
-        lines += _table(["mechanism", *names], body)
-    if recalling:
-        body = [[r.label, *(f"{100 * a:.1f}" for a in r.recall.values())] for r in recalling]
-        lines += ["", "## Associative recall (% of values, by number of pairs)", ""]
-        lines += _table(["mechanism", *recalling[0].recall], body)
-    for picture in pictures:
-        lines += ["", f"![{picture.stem}]({picture.name})"]
-    return "\n".join([*lines, ""])
+def make_report(
+    runs: Sequence[Run],
+    recalls: Sequence[dict[str, Any]] = (),
+    notes: Sequence[str] = (),
+    *,
+    baseline: str | None = None,
+    allow_differences: bool = False,
+) -> Report:
+    """Return what `runs` come to; `baseline` None is softmax if it is one of them.
 
-
-def _table(names: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
-    rule = ["---"] + ["---:"] * (len(names) - 1)
-    return ["| " + " | ".join(cells) + " |" for cells in (names, rule, *body)]
-
-
-def print_report(report: Report) -> None:
-    """Print the table and the unigram floor to the terminal, and recall if it was measured."""
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-
-    columns: dict[str, Callable[[Row], str]] = {**COLUMNS}
-    if any(row.recall for row in report.rows):
-        columns.pop("peak memory (MiB)")
-        columns["recall, most pairs (%)"] = lambda row: (
-            f"{100 * list(row.recall.values())[-1]:.1f}" if row.recall else "–"
-        )
-    table = Table(box=SIMPLE_HEAD, padding=0, pad_edge=False)
-    for number, name in enumerate(columns):
-        # a word a line: values set the width, and the table fits 80 columns
-        table.add_column(name.replace(" ", "\n"), justify="right" if number else "left")
-    for row in report.rows:
-        table.add_row(*(column(row) for column in columns.values()))
-    console = Console()
-    console.print(table)
-    console.print(f"unigram floor: {report.unigram_loss:.4f} nats/token")
+    Raises UserError if the runs may not be compared, unless `allow_differences`, or if there is no
+    such baseline.
+    """
+    if not allow_differences:
+        check_fair(runs)
+    unfair = [difference.run.folder for difference in find_differences(runs)]
+    runs = named_apart(runs)
+    mechanisms = list(dict.fromkeys(run.mechanism for run in runs))
+    if baseline is None:
+        baseline = USUAL_BASELINE if USUAL_BASELINE in mechanisms else None
+    elif baseline not in mechanisms:
+        raise ConfigError("baseline", baseline, nearest(baseline, mechanisms))
+    published = published_losses(runs)
+    rows = make_rows(
+        runs,
+        recalls,
+        baseline=baseline,
+        published=published,
+        unfair=[run for run in runs if run.folder in unfair],
+    )
+    differences = find_differences(runs)
+    return Report(rows, runs, list(recalls), baseline, published, differences, list(notes))

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slayformer.evaluation.report import Report, Row
+from slayformer.evaluation.runs import Run
+
 if TYPE_CHECKING:
-    from slayformer.evaluation.report import Row
-    from slayformer.evaluation.runs import Run
+    from matplotlib.figure import Figure
 
 # Okabe and Ito's colours, told apart by colour-blind eyes; markers repeat the difference, and of
 # curves that lie on one another dashes show both
@@ -18,8 +20,26 @@ MARKERS = "osD^vPX"
 DASHES = ("-", "--", "-.", ":")
 
 
-def draw_curves(path: Path, runs: Sequence[Run], mechanisms: Sequence[str]) -> None:
-    """Draw training and validation loss against training tokens to `path`.
+def draw_pictures(directory: Path, report: Report) -> list[Path]:
+    """Draw curves, and positions and recall if measured; each as .png and as .svg.
+
+    Return the paths.
+    """
+    figures = {"curves": curves(report.runs, [row.mechanism for row in report.rows])}
+    if report.placed:
+        figures["positions"] = positions(report.placed)
+    if report.recalling:
+        figures["recall"] = recall(report.recalling, report.recalls[0]["chance"])
+    paths = []
+    for name, figure in figures.items():
+        for kind in ("png", "svg"):
+            paths.append(directory / f"{name}.{kind}")
+            figure.savefig(paths[-1])
+    return paths
+
+
+def curves(runs: Sequence[Run], mechanisms: Sequence[str]) -> Figure:
+    """Return training and validation loss against training tokens.
 
     Each seed is a thin line, the mean over a mechanism's seeds a thick one; `mechanisms` gives the
     order of the legend.
@@ -27,7 +47,7 @@ def draw_curves(path: Path, runs: Sequence[Run], mechanisms: Sequence[str]) -> N
     from matplotlib.figure import Figure
 
     # a Figure of its own draws with Agg and leaves pyplot's global state alone
-    figure = Figure(figsize=(11, 4.6), layout="constrained", dpi=150)
+    figure = Figure(figsize=(12, 4.8), layout="constrained", dpi=150)
     left, right = figure.subplots(1, 2)
     for number, mechanism in enumerate(mechanisms):
         mine = [run for run in runs if run.mechanism == mechanism]
@@ -36,30 +56,36 @@ def draw_curves(path: Path, runs: Sequence[Run], mechanisms: Sequence[str]) -> N
             "linestyle": DASHES[number % len(DASHES)],
         }
         for axes, kind in ((left, "train"), (right, "validation")):
-            curves = [curve for run in mine if (curve := run.curve(kind))]
-            for curve in curves if len(curves) > 1 else []:
-                axes.plot(*zip(*curve, strict=True), linewidth=0.6, alpha=0.6, **style)
+            seeds = [curve for run in mine if (curve := run.curve(kind))]
+            for curve in seeds if len(seeds) > 1 else []:
+                axes.plot(*_xy(curve), linewidth=0.6, alpha=0.6, **style)
             count = "1 seed" if len(mine) == 1 else f"{len(mine)} seeds"
             label = f"{mechanism} ({count})"
-            (line,) = axes.plot(*_mean_curve(curves), label=label, linewidth=1.8, **style)
+            (line,) = axes.plot(*_xy(mean_curve(seeds)), label=label, linewidth=1.8, **style)
             if kind == "validation":
                 line.set(marker=MARKERS[number % len(MARKERS)], markersize=4)
+    # where its height does not press the curves together
+    floor = left.axhline(runs[0].summary["unigram_loss"], color="#777777", linewidth=1)
     for axes, title in ((left, "Training loss"), (right, "Validation loss")):
-        axes.axhline(
-            runs[0].summary["unigram_loss"], color="#777777", linewidth=1, label="unigram floor"
-        )
         axes.set(title=title, xlabel="training tokens", ylabel="loss (nats/token)")
         axes.xaxis.set_major_formatter(_tokens_label)
         axes.grid(alpha=0.25)
-    right.legend(fontsize=9)
-    figure.savefig(path)
+    # beside the curves, which a long list of names would cover
+    handles, labels = right.get_legend_handles_labels()
+    handles, labels = [*handles, floor], [*labels, "unigram floor"]
+    figure.legend(handles, labels, loc="outside right center", fontsize=8)
+    return figure
 
 
-def _mean_curve(curves: Sequence[Sequence[tuple[int, float]]]) -> tuple[list[int], list[float]]:
-    """Return tokens and mean losses at the tokens that every curve has."""
+def mean_curve(curves: Sequence[Sequence[tuple[int, float]]]) -> list[tuple[int, float]]:
+    """Return (tokens, mean loss) at the tokens that every curve has."""
     by_tokens = [dict(curve) for curve in curves]
     shared = [t for t in (by_tokens[0] if by_tokens else {}) if all(t in one for one in by_tokens)]
-    return shared, [statistics.fmean(one[t] for one in by_tokens) for t in shared]
+    return [(t, statistics.fmean(one[t] for one in by_tokens)) for t in shared]
+
+
+def _xy(curve: Sequence[tuple[int, float]]) -> tuple[list[int], list[float]]:
+    return [x for x, _ in curve], [y for _, y in curve]
 
 
 def _tokens_label(value: float, _position: object = None) -> str:
@@ -69,14 +95,14 @@ def _tokens_label(value: float, _position: object = None) -> str:
     return f"{value:g}"
 
 
-def draw_positions(path: Path, rows: Sequence[Row]) -> None:
-    """Draw each mechanism's loss by position in the context, less the mean of all, to `path`.
+def positions(rows: Sequence[Row]) -> Figure:
+    """Return each mechanism's loss by position in the context, less the mean of all.
 
     All fall along the context; what tells them apart is how far each is from the others.
     """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 4.6), layout="constrained", dpi=150)
+    figure = Figure(figsize=(9, 4.6), layout="constrained", dpi=150)
     axes = figure.subplots()
     count = min(len(row.loss_by_position) for row in rows)
     middle = [
@@ -96,15 +122,15 @@ def draw_positions(path: Path, rows: Sequence[Row]) -> None:
     )
     axes.set_xticks(range(count), labels)
     axes.grid(alpha=0.25)
-    axes.legend(fontsize=8, ncols=2)
-    figure.savefig(path)
+    figure.legend(loc="outside right center", fontsize=8)
+    return figure
 
 
-def draw_recall(path: Path, rows: Sequence[Row], chance: float) -> None:
-    """Draw the share of values recalled against the number of pairs to `path`."""
+def recall(rows: Sequence[Row], chance: float) -> Figure:
+    """Return the share of values recalled against the number of pairs."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 4.6), layout="constrained", dpi=150)
+    figure = Figure(figsize=(9, 4.6), layout="constrained", dpi=150)
     axes = figure.subplots()
     for number, row in enumerate(rows):
         pairs = [int(count) for count in row.recall]
@@ -118,8 +144,8 @@ def draw_recall(path: Path, rows: Sequence[Row], chance: float) -> None:
         title="Associative recall", xlabel="key-value pairs in the context", ylabel="recalled (%)"
     )
     axes.grid(alpha=0.25)
-    axes.legend(fontsize=8, ncols=2)
-    figure.savefig(path)
+    figure.legend(loc="outside right center", fontsize=8)
+    return figure
 
 
 def _style(number: int) -> dict[str, Any]:

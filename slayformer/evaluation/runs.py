@@ -1,24 +1,35 @@
-"""What runs left behind: reading them, and whether they may be compared."""
+"""What runs left behind: found in folders, read, and named apart."""
 
 from __future__ import annotations
 
 import json
 import math
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from slayformer.errors import UserError
+from slayformer.evaluation.document_losses import DocumentLosses, read_document_losses
 
 # training losses of single updates are noisy: a curve shows at most this many means of them
 CURVE_POINTS = 150
+# what says nothing of how a run was trained
+INCIDENTAL = (
+    *("seed", "run_directory", "resume", "dry_run", "logging.", "checkpoint.", "attention.name"),
+    *("data.cache_directory", "data.workers", "data.verify", "data.shard_tokens"),
+    *("data.source.streaming", "validation.every_updates", "engine.planned_"),
+)
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a finished run left behind in `folder`."""
+    """What a finished run left behind in `folder`.
+
+    `mechanism` names it in tables. `config` has dotted keys; it and `environment` are empty, and
+    `documents` None, where the run kept none.
+    """
 
     folder: Path
     mechanism: str
@@ -27,6 +38,9 @@ class Run:
     plan: dict[str, Any]
     metrics: list[dict[str, Any]]
     tokenizer_identity: str
+    config: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+    documents: DocumentLosses | None = None
 
     def curve(self, kind: str) -> list[tuple[int, float]]:
         """Return (training tokens, loss in nats/token) of the `train` or `validation` records.
@@ -37,6 +51,12 @@ class Run:
         size = max(1, math.ceil(len(records) / CURVE_POINTS)) if kind == "train" else 1
         groups = [records[start : start + size] for start in range(0, len(records), size)]
         return [(g[-1]["tokens"], statistics.fmean(r["loss"] for r in g)) for g in groups]
+
+    @property
+    def scored_tokens(self) -> int | None:
+        """Tokens of the last validation, None without one."""
+        counts = [r["scored_tokens"] for r in self.metrics if r["kind"] == "validation"]
+        return counts[-1] if counts else None
 
 
 def is_finished(folder: Path) -> bool:
@@ -49,22 +69,37 @@ def is_finished(folder: Path) -> bool:
 
 def read_run(folder: Path) -> Run:
     """Return the finished run in `folder`; raises UserError if it is unfinished or unreadable."""
+    from omegaconf import OmegaConf
+
     from slayformer.data.tokenizer import load_tokenizer
     from slayformer.training.checkpoint import find_checkpoint
 
     if not is_finished(folder):
         raise UserError(f"{folder}: not a finished run (its summary.json does not say so)")
     try:
-        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-        plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
+        summary, plan, environment = (
+            json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+            for name in ("summary", "plan", "environment")
+        )
+        config: Any = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
         lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         # a resumed run may have told the same update twice: the later line stands
         records = {(r["kind"], r["update"]): r for r in map(json.loads, lines)}
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{folder}: unreadable run: {error}") from error
     metrics = sorted(records.values(), key=lambda record: record["update"])
-    identity = load_tokenizer(find_checkpoint(folder) / "tokenizer").identity
-    return Run(folder, summary["mechanism"], summary["seed"], summary, plan, metrics, identity)
+    return Run(
+        folder,
+        summary["mechanism"],
+        summary["seed"],
+        summary,
+        plan,
+        metrics,
+        load_tokenizer(find_checkpoint(folder) / "tokenizer").identity,
+        dotted(config),
+        environment,
+        read_document_losses(folder),
+    )
 
 
 def read_recall(folder: Path) -> dict[str, Any]:
@@ -74,34 +109,88 @@ def read_recall(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "summary.json").read_text(encoding="utf-8"))
 
 
-def check_fair(runs: Sequence[Run]) -> None:
-    """Raise UserError unless all runs had the same plan, tokenizer, data and amount of validation.
+@dataclass(frozen=True)
+class Found:
+    """Runs in folders: of language models and of recall, and the names of unfinished ones."""
 
-    The unigram cross entropy stands for the data: every training and validation token counts in it.
+    runs: list[Run]
+    recalls: list[dict[str, Any]]
+    unfinished: list[str]
+
+
+def find_runs(folders: Iterable[Path]) -> Found:
+    """Return the runs in `folders`, each a run or a folder of runs such as a comparison.
+
+    Raises UserError for a folder that is neither.
     """
-    first = runs[0]
-    for run in runs[1:]:
-        for what, ours, theirs in (
-            ("plan.json", run.plan, first.plan),
-            ("tokenizer", run.tokenizer_identity, first.tokenizer_identity),
-            ("unigram_loss", run.summary["unigram_loss"], first.summary["unigram_loss"]),
-            ("training tokens", run.summary["tokens"], first.summary["tokens"]),
-            ("scored validation tokens", scored_tokens(run), scored_tokens(first)),
-        ):
-            if ours != theirs:
-                raise UserError(
-                    f"{run.folder} and {first.folder} cannot be compared: their {what} differ"
-                    f"{_difference(ours, theirs)}"
-                )
+    found = Found([], [], [])
+    homes: dict[Path, None] = {}
+    for folder in folders:
+        inside = [folder] if _holds_run(folder) else sorted(folder.glob("*/"))
+        inside = [one for one in inside if _holds_run(one)]
+        if not inside:
+            hint = "a run directory, or a folder of them, has a plan.json or summary.json"
+            raise UserError(f"{folder}: no run here; {hint}")
+        homes |= dict.fromkeys(one.resolve() for one in inside)
+    for home in homes:
+        if not is_finished(home):
+            found.unfinished.append(home.name)
+        elif (home / "plan.json").exists():
+            found.runs.append(read_run(home))
+        else:
+            found.recalls.append(read_recall(home))
+    return found
 
 
-def scored_tokens(run: Run) -> int | None:
-    counts = [r["scored_tokens"] for r in run.metrics if r["kind"] == "validation"]
-    return counts[-1] if counts else None
+def _holds_run(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("plan.json", "summary.json"))
 
 
-def _difference(ours: Any, theirs: Any) -> str:
-    if not isinstance(ours, dict):
-        return f" ({ours} and {theirs})"
-    keys = sorted(k for k in ours.keys() | theirs.keys() if ours.get(k) != theirs.get(k))
-    return f" in {', '.join(keys)}"
+def named_apart(runs: Sequence[Run]) -> list[Run]:
+    """Return `runs` with the options in their names that tell runs of one mechanism apart.
+
+    Raises UserError if two are the same mechanism, options and seed.
+    """
+    named = []
+    for run in runs:
+        same = [other.config for other in runs if other.mechanism == run.mechanism]
+        options = [
+            f"{key.removeprefix('attention.')}={run.config[key]}"
+            for key in differing_keys(same)
+            if key in run.config
+        ]
+        named.append(replace(run, mechanism=", ".join([run.mechanism, *options])))
+    by_name: dict[tuple[str, int], Run] = {}
+    for run in named:
+        other = by_name.setdefault((run.mechanism, run.seed), run)
+        if other is not run:
+            raise UserError(
+                f"{other.folder} and {run.folder} are the same run twice "
+                f"({run.mechanism}, seed {run.seed}): name one of them"
+            )
+    return named
+
+
+def differing_keys(configs: Iterable[dict[str, Any]]) -> list[str]:
+    """Return the keys that have different values in dotted `configs`, incidental ones left out.
+
+    A key that a configuration lacks, being of a version without it, says nothing.
+    """
+    values: dict[str, list[Any]] = {}
+    for config in configs:
+        for key, value in config.items():
+            if not key.startswith(INCIDENTAL):
+                seen = values.setdefault(key, [])
+                seen += [] if value in seen else [value]
+    return [key for key, seen in values.items() if len(seen) > 1]
+
+
+def dotted(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return every value of nested dictionaries by its dotted key."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat |= dotted(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat

@@ -16,6 +16,7 @@ from slayformer.attention.context_parallel import check_context_parallel
 from slayformer.config import TrainConfig
 from slayformer.data.tokenizer import vocabulary_size
 from slayformer.errors import UserError
+from slayformer.evaluation.document_losses import DocumentSums
 from slayformer.evaluation.loss import LossTotals, score
 from slayformer.model.gpt2 import GPT2
 from slayformer.registry import attention_entry
@@ -245,7 +246,18 @@ class Training:
         return fault
 
     def _validate(self) -> LossTotals:
-        """Score the fixed validation windows on all ranks, and write the record."""
+        """Score the fixed validation windows on all ranks, and write the record.
+
+        After the last update also what each document had.
+        """
+        documents = None
+        if self.update == self.plan.updates:
+            documents = DocumentSums(
+                self.inputs.data.validation,
+                windows=self.inputs.windows,
+                context_length=self.plan.context_length,
+                end_of_text=self.inputs.data.tokenizer.end_of_text,
+            )
         with self.meter.part("validation"):
             totals = score(
                 self.engine.objective,
@@ -253,7 +265,11 @@ class Training:
                 windows=self.inputs.windows,
                 batch_samples=self.plan.micro_samples,
                 byte_lengths=self.inputs.data.tokenizer.token_byte_lengths(),
+                observe=None if documents is None else documents.add,
             )
+        if documents is not None:
+            losses = documents.over_ranks()
+            distributed.run_on_main(lambda: losses.write(self.directory))
         self.validated = {self.update: totals.loss}
         if self.log is not None:
             self.log.validation(

@@ -58,13 +58,14 @@ def test_cells_differ_in_mechanism_seed_and_folder_alone(tmp_path: Path) -> None
     # a name that Hydra's grammar would take apart
     directory = tmp_path / "it's, a {test}=1"
     cells = plan_cells(request(), SMALL, directory)
-    assert [(cell.mechanism, cell.seed) for cell in cells] == [
-        *(("softmax", 1), ("slay", 1), ("softmax", 2), ("slay", 2)),
+    assert [cell.title for cell in cells] == [
+        *("softmax seed 1", "slay seed 1", "softmax seed 2", "slay seed 2"),
     ]
     for cell in cells:
-        assert cell.config.run_directory == str(directory / f"{cell.mechanism}-seed{cell.seed}")
-        assert cell.config.seed == cell.seed
-        assert type(cell.config.attention).__name__.lower().startswith(cell.mechanism)
+        mechanism, seed = cell.config.attention.name, cell.config.seed
+        assert cell.title == f"{mechanism} seed {seed}"
+        assert cell.config.run_directory == str(directory / f"{mechanism}-seed{seed}")
+        assert type(cell.config.attention).__name__.lower().startswith(mechanism)
         assert cell.config.model == cells[0].config.model
         assert isinstance(cell.config, TrainConfig)
         assert (cell.config.model.width, cell.config.data.source.path) == (8, "documents")
@@ -80,6 +81,8 @@ def test_cells_differ_in_mechanism_seed_and_folder_alone(tmp_path: Path) -> None
         ({"attention": []}, [], "attention=\\[\\]: name at least one"),
         ({"seeds": [1, 2, 1]}, [], "seeds=\\[1, 2, 1\\]: .*each once"),
         ({"seeds": [-1]}, [], "seed=-1: must be"),
+        ({"baseline": "sley"}, [], "baseline=sley: .*did you mean slay"),
+        ({"jobs": 2, "processes": 2}, [], "jobs=2: .*processes=.*jobs=1"),
         ({}, ["model.width=7"], "model.heads=2"),
         ({}, ["schedule.warmup_updates=99999"], "schedule.warmup_updates=99999"),
     ],
@@ -181,6 +184,27 @@ def test_a_run_of_another_process_is_waited_for(tmp_path: Path) -> None:
     assert running.step(threads=1)
     assert running.process is None
     running.close()
+
+
+def test_several_processes_plan_and_start_together(tmp_path: Path) -> None:
+    batch = ["batch.samples_per_update=null", "batch.samples_per_device=4", "budget.tokens=64000"]
+    alone, together = (
+        plan_cells(request(seeds=[1], processes=count, recall=True), [*SMALL, *batch], tmp_path)
+        for count in (1, 4)
+    )
+    # 64,000 tokens in updates of 4 or 16 samples of 16 tokens
+    assert [cell.updates for cell in alone[:2]] == [1000, 1000]
+    assert [cell.updates for cell in together[:2]] == [250, 250]
+    first, second = together[0].command(), together[1].command()
+    assert alone[0].command() == [sys.executable, str(ROOT / "train.py"), *alone[0].overrides]
+    assert first[1:3] == ["-m", "deepspeed.launcher.runner"]
+    assert first[first.index("--num_accelerators") + 1] == "4"
+    # a run of another comparison at the same time has another port
+    port = first.index("--master_port") + 1
+    assert first[port] != second[port]
+    assert first[-len(together[0].overrides) :] == together[0].overrides
+    # recall is measured by one process
+    assert together[2].command()[1] == str(ROOT / "scripts" / "recall.py")
 
 
 class Comparison:

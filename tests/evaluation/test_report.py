@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from slayformer.errors import UserError
-from slayformer.evaluation.report import make_rows, write_report
+from slayformer.errors import ConfigError
+from slayformer.evaluation.report import make_report, make_rows
+from slayformer.evaluation.report_files import write_report
+from slayformer.evaluation.report_table import latex_text
 from slayformer.evaluation.runs import Run, is_finished
 
 MIB = 2**20
@@ -90,13 +92,29 @@ def test_a_diverged_mechanism_comes_last() -> None:
 
 
 def test_report_files_hold_the_table(tmp_path: Path) -> None:
-    rows = write_report(tmp_path, three_mechanisms(), notes=["Did not finish: yat seed 2."]).rows
+    report = make_report(three_mechanisms(), notes=["Did not finish: yat seed 2."])
+    rows = report.rows
+    files = write_report(tmp_path, report)
+    assert sorted(path.name for path in files) == sorted(path.name for path in tmp_path.iterdir())
+    assert {path.suffix for path in files} == {
+        ".md",
+        ".csv",
+        ".tex",
+        ".json",
+        ".html",
+        ".png",
+        ".svg",
+    }
     lines = (tmp_path / "comparison.md").read_text(encoding="utf-8").splitlines()
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if "|" in line]
     assert cells[0][:2] == ["mechanism", "validation loss (nats/token)"]
-    assert cells[2][:2] == ["slay", "3.1000 ± 0.1000"]
-    assert cells[3][:2] == ["softmax", "3.3000 ± 0.2828"]
-    expected = ["linear_elu", "3.8000 (1 seed)", "44.70", "1.9000", "1,000", "100", "12,345"]
+    assert cells[0][2] == "difference to softmax [95 % interval]"
+    # over seeds 1 and 2: −0.5 and +0.1, so −0.2 ± t(0.975, 1) * 0.3
+    assert cells[2][:3] == ["slay", "3.1000 ± 0.1000", "−0.2000 [−4.0119, +3.6119]"]
+    assert cells[3][:3] == ["softmax", "3.3000 ± 0.2828", "–"]
+    # with seed 1 of softmax, 3.5
+    expected = ["linear_elu", "3.8000 (1 seed)", "+0.3000"]
+    expected += ["44.70", "1.9000", "1,000", "100", "12,345"]
     expected += ["–"] * 3
     assert cells[4] == expected
     text = "\n".join(lines)
@@ -104,6 +122,8 @@ def test_report_files_hold_the_table(tmp_path: Path) -> None:
     assert "Unigram floor: 4.2500 nats/token" in text
     assert "640 validation tokens" in text
     assert "Did not finish: yat seed 2." in text
+    assert "softmax (slay): paired by seed, with the 95 % confidence interval over seeds." in text
+    assert "softmax (linear_elu): one seed and no losses of documents" in text
 
     with (tmp_path / "comparison.csv").open(encoding="utf-8") as file:
         table = list(csv.DictReader(file))
@@ -111,6 +131,9 @@ def test_report_files_hold_the_table(tmp_path: Path) -> None:
     assert float(table[1]["loss_std"]) == pytest.approx(0.2828427124746)
     assert table[2]["loss_std"] == ""
     assert table[0]["seeds"] == "1 2 3"
+    assert (table[0]["difference_seeds"], table[1]["difference_seeds"]) == ("1 2", "")
+    assert float(table[0]["difference_half_width"]) == pytest.approx(0.3 * 12.7062047362)
+    assert (table[2]["difference_half_width"], table[0]["baseline"]) == ("", "softmax")
 
     record = json.loads((tmp_path / "comparison.json").read_text(encoding="utf-8"))
     assert [row["loss"] for row in record["rows"]] == [row.loss for row in rows]
@@ -143,7 +166,8 @@ def test_positions_and_recall_are_means_over_seeds(tmp_path: Path) -> None:
         placed(synthetic_run("softmax", 1, 3.5), 4.0, 3.5),
     ]
     recalls = [recall("slay", 1, 0.5, 0.1), recall("slay", 2, 1.0, 0.2)]
-    report = write_report(tmp_path, runs, recalls)
+    report = make_report(runs, recalls)
+    files = write_report(tmp_path, report)
     slay, softmax = report.rows
     assert [stretch["loss"] for stretch in slay.loss_by_position] == [5.5, 2.5]
     assert (slay.recall, softmax.recall) == ({"4": 0.75, "64": pytest.approx(0.15)}, {})
@@ -153,10 +177,11 @@ def test_positions_and_recall_are_means_over_seeds(tmp_path: Path) -> None:
     assert "| slay | 5.500 | 2.500 |" in text
     assert "| slay | 75.0 | 15.0 |" in text
     assert "9 updates, seeds 1, 2; chance 1.6 %" in text
-    assert [path.name for path in report.files if path.suffix == ".png"] == [
-        *("curves.png", "positions.png", "recall.png"),
-    ]
-    assert all(path.stat().st_size > 500 for path in report.files)
+    for kind in (".png", ".svg"):
+        assert [path.stem for path in files if path.suffix == kind] == [
+            *("curves", "positions", "recall"),
+        ]
+    assert all(path.stat().st_size > 500 for path in files)
 
 
 def test_training_curves_average_neighbours() -> None:
@@ -175,7 +200,7 @@ def test_curves_show_every_mechanism(tmp_path: Path) -> None:
     import matplotlib.image
 
     runs = three_mechanisms()
-    write_report(tmp_path, runs)
+    write_report(tmp_path, make_report(runs))
     few = matplotlib.image.imread(tmp_path / "curves.png")
     assert few.shape[0] > 500
     assert few.shape[1] > 1000
@@ -184,21 +209,67 @@ def test_curves_show_every_mechanism(tmp_path: Path) -> None:
     assert {(0x00, 0x72, 0xB2), (0xD5, 0x5E, 0x00), (0x00, 0x9E, 0x73)} <= colours
 
 
+def test_baseline_is_softmax_or_the_one_named() -> None:
+    runs = three_mechanisms()
+    assert make_report(runs).baseline == "softmax"
+    assert make_report(runs[2:]).baseline is None
+    rows = {row.mechanism: row for row in make_report(runs, baseline="slay").rows}
+    assert rows["slay"].difference is None
+    difference = rows["softmax"].difference
+    assert difference is not None
+    assert (difference.mean, difference.seeds) == (pytest.approx(0.2), [1, 2])
+    with pytest.raises(ConfigError, match="baseline=sley: did you mean slay"):
+        make_report(runs, baseline="sley")
+
+
+def test_latex_compiles_whatever_the_names(tmp_path: Path) -> None:
+    assert latex_text("a_b 5 % [x] #1 {y} ~ ^ \\ & $ ± −") == (
+        "a\\_b 5 \\% {[}x] \\#1 \\{y\\} \\textasciitilde{} \\textasciicircum{} "
+        "\\textbackslash{} \\& \\$ $\\pm$ $-$"
+    )
+    write_report(tmp_path, make_report(three_mechanisms()))
+    text = (tmp_path / "comparison.tex").read_text(encoding="utf-8")
+    for rule in ("\\toprule", "\\midrule", "\\bottomrule"):
+        assert text.count(rule) == 1
+    (row,) = [line for line in text.splitlines() if line.startswith("linear\\_elu & ")]
+    # as many cells as columns
+    columns = text.split("\\begin{tabular}{")[1].split("}")[0]
+    assert row.count(" & ") == len(columns) - 1 == 7
+    assert all(ord(sign) < 128 for sign in text)
+
+
+GPT2_SMALL = {
+    **{"model.layers": 12, "model.heads": 12, "model.width": 768, "model.context_length": 1024},
+    **{"tokenizer.name": "gpt2", "data.source.path": "HuggingFaceFW/fineweb"},
+    "data.validation_source.name": "wikitext-2-raw-v1",
+}
+
+
 @pytest.mark.parametrize(
-    ("change", "named"),
+    ("change", "tokens", "shown"),
     [
-        ({"tokenizer_identity": "b" * 64}, "tokenizer"),
-        ({"plan": {"updates": 5, "tokens": 4000}}, "updates"),
-        ({"summary": synthetic_run("slay", 1, 3.0).summary | {"unigram_loss": 4.26}}, "unigram"),
-        ({"summary": synthetic_run("slay", 1, 3.0).summary | {"tokens": 3000}}, "tokens"),
-        ({"metrics": []}, "scored validation tokens"),
+        ({}, 2_488_795_136, True),
+        ({}, 1_000_000_000, False),
+        ({"model.width": 128}, 2_488_795_136, False),
+        ({"data.validation_source.name": None}, 2_488_795_136, False),
     ],
 )
-def test_unequal_runs_are_refused(tmp_path: Path, change: dict, named: str) -> None:
-    other = replace(synthetic_run("slay", 1, 3.0), **change)
-    with pytest.raises(UserError, match=f"cannot be compared.*{named}"):
-        write_report(tmp_path, [synthetic_run("softmax", 1, 3.5), other])
-    assert not any(tmp_path.iterdir())
+def test_published_losses_stand_beside_the_same_setting_alone(
+    change: dict, tokens: int, shown: bool, tmp_path: Path
+) -> None:
+    runs = [
+        replace(run, config={**GPT2_SMALL, **change}, summary={**run.summary, "tokens": tokens})
+        for run in three_mechanisms()
+    ]
+    report = make_report(runs)
+    # Table 5 of the paper
+    published = {"slay": 4.6760, "softmax": 4.6417, "linear_elu": 5.0884} if shown else {}
+    assert {
+        row.mechanism: row.published_loss for row in report.rows if row.published_loss
+    } == published
+    write_report(tmp_path, report)
+    text = (tmp_path / "comparison.md").read_text(encoding="utf-8")
+    assert ("Table 5" in text, "| published loss (nats/token) |" in text) == (shown, shown)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"finished": false}', "{}"])
