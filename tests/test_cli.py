@@ -22,6 +22,7 @@ SCRIPTS = {
     "train.py": ("modl.layers=3", "model.layers"),
     "eval.py": ("checkpiont=3", "checkpoint"),
     "scripts/compare.py": ("modl.layers=3", "model.layers"),
+    "scripts/report.py": ("baselin=slay", "baseline"),
     "scripts/prepare_data.py": ("modl.layers=3", "model.layers"),
     "scripts/recall.py": ("modl.layers=3", "model.layers"),
     "scripts/inspect_attention.py": ("head_dimm=3", "head_dim"),
@@ -94,7 +95,7 @@ MISTAKES = [
     ("attention.name=nope", ["attention.name=nope", "label of slay"]),
     ("seed=9223372036854775807", ["seed=9223372036854775807", "below 2**31"]),
     ("run_directory=", ["run_directory=''", "null for a new one"]),
-    ("--multirun", ["--multirun", "scripts/compare.py"]),
+    ("--multirun", ["dry_run=true", "without -m"]),
 ]
 
 
@@ -132,6 +133,12 @@ def test_command_tells_a_mistake_in_one_line(script: str, run_command: Any, tmp_
     assert f"did you mean {right}?" in one_line(finished.stderr)
     assert finished.stdout == ""
     assert list(tmp_path.iterdir()) == []
+
+
+def test_only_training_makes_several_runs(run_command: Any) -> None:
+    finished = run_command(["eval.py", "-m", "batch_samples=1,2"])
+    assert finished.code == 2
+    assert "--multirun: only train.py has it" in one_line(finished.stderr)
 
 
 def test_command_refuses_an_unknown_flag_in_one_line(run_command: Any) -> None:
@@ -173,7 +180,8 @@ def test_full_error_shows_the_traceback(run_command: Any) -> None:
 def test_help_lists_keys_and_imports_nothing_heavy(script: str, run_command: Any) -> None:
     finished = run_command(["-X", "importtime", script, "--help"])
     assert finished.code == 0
-    key = "checkpoint" if script in ("eval.py", "scripts/export_hf.py") else "attention"
+    keys = {"eval.py": "checkpoint", "scripts/export_hf.py": "checkpoint"}
+    key = {**keys, "scripts/report.py": "baseline"}.get(script, "attention")
     assert key in finished.stdout
     # a line of -X importtime ends in "| " and the module, indented by depth
     imported = {line.rpartition("|")[2].strip() for line in finished.stderr.splitlines()}

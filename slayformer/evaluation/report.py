@@ -78,8 +78,8 @@ class Report:
 
     @property
     def placed(self) -> list[Row]:
-        """The rows with a loss by position."""
-        return [row for row in self.rows if row.loss_by_position]
+        """The rows with a loss by position, those of diverged runs left out."""
+        return [row for row in self.rows if row.loss_by_position and math.isfinite(row.loss)]
 
     @property
     def recalling(self) -> list[Row]:

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
@@ -27,8 +28,10 @@ from slayformer.evaluation.compare import (
     run,
     split_arguments,
 )
+from slayformer.evaluation.document_losses import read_document_losses
 
 ROOT = Path(__file__).resolve().parents[2]
+WAIT_SECONDS = 400
 SMALL = [
     *("model.layers=1", "model.heads=2", "model.width=8", "model.context_length=16"),
     *("tokenizer=bytes", "data=text", "data.source.path=documents"),
@@ -208,17 +211,17 @@ def test_several_processes_plan_and_start_together(tmp_path: Path) -> None:
 
 
 class Comparison:
-    """Two mechanisms and two seeds on a small text, by the command line, in `directory`."""
+    """`mechanisms` on a small text, by the command line, in `directory`."""
 
-    def __init__(self, directory: Path, text_folder: Path) -> None:
+    def __init__(self, directory: Path, text_folder: Path, mechanisms: Sequence[str]) -> None:
         self.directory = directory
         self.arguments = [
-            *("attention=[softmax,linear_elu]", "threads=1", f"directory={directory}"),
+            *(f"attention=[{','.join(mechanisms)}]", "threads=1", f"directory={directory}"),
             *("tokenizer=bytes", "data=text", f"data.source.path={text_folder}"),
             f"data.cache_directory={directory.parent / 'cache'}",
             "data.validation_fraction=0.3",
             *("model.layers=1", "model.heads=2", "model.width=8", "model.context_length=16"),
-            *("budget=updates", "validation.tokens=800", "logging.sample_tokens=0"),
+            *("budget=updates", "validation.tokens=7000", "logging.sample_tokens=0"),
         ]
 
     def start(self, *arguments: str) -> subprocess.Popen[bytes]:
@@ -241,7 +244,7 @@ class Comparison:
     def wait_for(self, process: subprocess.Popen[bytes], cell: str, file: str) -> None:
         """Return as soon as `file` of a cell has content, while `process` runs."""
         path = self.directory / cell / file
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + WAIT_SECONDS
         while not (path.exists() and path.stat().st_size):
             assert process.poll() is None, self.output()
             assert time.monotonic() < deadline, self.output()
@@ -254,7 +257,8 @@ class Comparison:
 
 @pytest.mark.slow
 def test_kills_and_interruptions_lose_and_repeat_nothing(tmp_path: Path, text_folder: Path) -> None:
-    comparison = Comparison(tmp_path / "comparison", text_folder)
+    mechanisms = ["softmax", "linear_elu", "slay", "uniform"]
+    comparison = Comparison(tmp_path / "comparison", text_folder, mechanisms)
     options = ("seeds=[1,2]", "budget.updates=300", "logging.every_updates=100")
     summary = comparison.directory / "linear_elu-seed1" / "summary.json"
 
@@ -281,23 +285,23 @@ def test_kills_and_interruptions_lose_and_repeat_nothing(tmp_path: Path, text_fo
     process = comparison.start(*options)
     comparison.wait_for(process, "linear_elu-seed2", "metrics.jsonl")
     process.terminate()
-    assert process.wait(timeout=60) == 130
+    assert process.wait(timeout=WAIT_SECONDS) == 130
     assert (comparison.directory / "linear_elu-seed2" / "checkpoints" / "latest").exists()
     assert not (comparison.directory / "linear_elu-seed2" / "summary.json").exists()
 
     process = comparison.start(*options)
-    assert process.wait(timeout=120) == 0, comparison.output()
+    assert process.wait(timeout=WAIT_SECONDS) == 0, comparison.output()
     log_after = (comparison.directory / "linear_elu-seed1.log").read_bytes()
     assert (summary.stat().st_mtime_ns, log_after) == before
-    assert comparison.starts("softmax-seed1") == 2
-    assert comparison.starts("linear_elu-seed1") == 1
-    assert comparison.starts("softmax-seed2") == 1
-    assert comparison.starts("linear_elu-seed2") == 2
+    # the one that died and the one that was stopped; no other was run twice
+    names = [f"{mechanism}-seed{seed}" for mechanism in mechanisms for seed in (1, 2)]
+    starts = {name: comparison.starts(name) for name in names}
+    assert starts == dict.fromkeys(names, 1) | {"softmax-seed1": 2, "linear_elu-seed2": 2}
     assert "going on after update" in (comparison.directory / "linear_elu-seed2.log").read_text()
 
     with (comparison.directory / "comparison.csv").open(encoding="utf-8") as file:
         rows = {row["mechanism"]: row for row in csv.DictReader(file)}
-    assert set(rows) == {"softmax", "linear_elu"}
+    assert set(rows) == set(mechanisms)
     for mechanism, row in rows.items():
         folders = [comparison.directory / f"{mechanism}-seed{seed}" for seed in (1, 2)]
         summaries = [json.loads((folder / "summary.json").read_text()) for folder in folders]
@@ -308,16 +312,18 @@ def test_kills_and_interruptions_lose_and_repeat_nothing(tmp_path: Path, text_fo
         for folder in folders:
             updates = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
             assert [u["update"] for u in updates if u["kind"] == "train"] == [*range(1, 301)]
+        covers = "" if mechanism == "softmax" else "seeds and documents"
+        assert (row["difference_covers"], row["baseline"]) == (covers, "softmax")
     assert (comparison.directory / "curves.png").stat().st_size > 10_000
 
 
 @pytest.mark.slow
 def test_a_run_that_cannot_start_leaves_the_others(tmp_path: Path, text_folder: Path) -> None:
-    comparison = Comparison(tmp_path / "comparison", text_folder)
+    comparison = Comparison(tmp_path / "comparison", text_folder, ["softmax", "linear_elu"])
     comparison.directory.mkdir()
     (comparison.directory / "softmax-seed3").write_text("in the way")
     process = comparison.start("seeds=[3]", "budget.updates=20", "jobs=2")
-    assert process.wait(timeout=120) == 1, comparison.output()
+    assert process.wait(timeout=WAIT_SECONDS) == 1, comparison.output()
     assert "softmax seed 3: did not finish (exit code 2)" in comparison.output()
     assert "there is a file of that name" in comparison.output()
     report = (comparison.directory / "comparison.md").read_text()
@@ -325,3 +331,34 @@ def test_a_run_that_cannot_start_leaves_the_others(tmp_path: Path, text_folder: 
     assert "| linear_elu | " in report
     assert "(1 seed)" in report
     assert (comparison.directory / "softmax-seed3").read_text() == "in the way"
+
+
+@pytest.mark.slow
+def test_runs_of_several_processes_stop_and_go_on(tmp_path: Path, text_folder: Path) -> None:
+    comparison = Comparison(tmp_path / "comparison", text_folder, ["slay"])
+    options = ("seeds=[1]", "processes=2", "budget.updates=300")
+    folder = comparison.directory / "slay-seed1"
+
+    process = comparison.start(*options)
+    comparison.wait_for(process, "slay-seed1", "metrics.jsonl")
+    started = psutil.Process(process.pid).children(recursive=True)
+    process.terminate()
+    assert process.wait(timeout=WAIT_SECONDS) == 130, comparison.output()
+    # both processes saved by themselves, and nothing is left of the launcher
+    assert (folder / "checkpoints" / "latest").exists()
+    assert not (folder / "summary.json").exists()
+    assert not [one for one in started if one.is_running() and one.status() != "zombie"]
+    log = (comparison.directory / "slay-seed1.log").read_text()
+    assert "stopped and saved after update" in log
+
+    process = comparison.start(*options)
+    assert process.wait(timeout=WAIT_SECONDS) == 0, comparison.output()
+    assert "going on after update" in (comparison.directory / "slay-seed1.log").read_text()
+    assert json.loads((folder / "plan.json").read_text())["world_size"] == 2
+    updates = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+    assert [u["update"] for u in updates if u["kind"] == "train"] == [*range(1, 301)]
+    losses = read_document_losses(folder)
+    assert losses is not None
+    summary = json.loads((folder / "summary.json").read_text())
+    mean = losses.nats_D.sum() / losses.tokens_D.sum()
+    assert mean == pytest.approx(summary["validation_loss"], rel=1e-12)

@@ -120,7 +120,8 @@
       this.visible = spec.series
         .filter((s) => !hidden.has(s.series))
         .map((s) => ({ ...s, mean: within(s.mean), seeds: s.seeds.map(within) }))
-        .filter((s) => s.mean.length);
+        // a diverged run has no number to draw
+        .filter((s) => s.mean.some((p) => p[1] !== null));
       if (!this.visible.length) return;
       const xs = this.visible.flatMap((s) => s.mean.map((p) => p[0]));
       const ys = this.visible.flatMap((s) => [s.mean, ...s.seeds].flat().map((p) => p[1])).filter((y) => y !== null);
