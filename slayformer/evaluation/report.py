@@ -113,6 +113,15 @@ class Report:
                 "the mechanism.",
             ]
         told += self._interval_statements()
+        machines = {
+            tuple(run.environment.get(key) for key in ("platform", "device", "threads"))
+            for run in self.runs
+        }
+        if len(machines) > 1:
+            told.append(
+                "tokens/s and memory are of different machines or numbers of threads: compare "
+                "them within an environment only."
+            )
         if self.recalling:
             told.append(_recall_statement(self.recalls))
         if self.published:

@@ -8,15 +8,23 @@ from pathlib import Path
 
 from rich.console import Console
 
+from slayformer.cli import quoted
 from slayformer.config import ReportConfig
 from slayformer.errors import ConfigError, UserError
 from slayformer.evaluation.runs import find_runs
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[Path], list[str]]:
-    """Return the folders among the arguments, and the options."""
+    """Return the folders among the arguments, and the options.
+
+    A baseline may be called `slay, nodes=2`, which Hydra takes in quotes alone.
+    """
     folders = [a for a in arguments if not a.startswith("-") and ("=" not in a or Path(a).is_dir())]
-    return [Path(folder) for folder in folders], [a for a in arguments if a not in folders]
+    options = [a for a in arguments if a not in folders]
+    return [Path(folder) for folder in folders], [
+        f"baseline={quoted(a.removeprefix('baseline='))}" if a.startswith("baseline=") else a
+        for a in options
+    ]
 
 
 def run(folders: Sequence[Path], config: ReportConfig) -> Path:

@@ -209,6 +209,15 @@ def test_curves_show_every_mechanism(tmp_path: Path) -> None:
     assert {(0x00, 0x72, 0xB2), (0xD5, 0x5E, 0x00), (0x00, 0x9E, 0x73)} <= colours
 
 
+def test_speeds_of_different_machines_are_not_compared() -> None:
+    fast, slow = {"device": "a", "threads": 8}, {"device": "a", "threads": 2}
+    runs = [replace(run, environment=fast) for run in three_mechanisms()]
+    told = "of different machines or numbers of threads"
+    assert told not in " ".join(make_report(runs).statements)
+    runs[0] = replace(runs[0], environment=slow)
+    assert told in " ".join(make_report(runs).statements)
+
+
 def test_baseline_is_softmax_or_the_one_named() -> None:
     runs = three_mechanisms()
     assert make_report(runs).baseline == "softmax"

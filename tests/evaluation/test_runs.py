@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+from slayformer.cli import COMMANDS, compose
+from slayformer.config import ReportConfig
+from slayformer.config_loading import load_config
 from slayformer.errors import UserError
 from slayformer.evaluation.fairness import check_fair, find_differences
 from slayformer.evaluation.report import make_report
@@ -112,3 +115,6 @@ def test_folders_are_told_from_options(tmp_path: Path, monkeypatch: pytest.Monke
     )
     assert folders == [Path("runs/a"), Path("lr=0.1")]
     assert options == ["baseline=slay", "--cfg=job", "allow_differences=true"]
+    _, options = split_arguments(["runs/a", "baseline=slay, nodes=2"])
+    composed = compose("report", options, folder=COMMANDS)
+    assert load_config(composed, ReportConfig).baseline == "slay, nodes=2"
