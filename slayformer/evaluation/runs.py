@@ -77,10 +77,13 @@ def read_run(folder: Path) -> Run:
     if not is_finished(folder):
         raise UserError(f"{folder}: not a finished run (its summary.json does not say so)")
     try:
-        summary, plan, environment = (
+        summary, plan = (
             json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
-            for name in ("summary", "plan", "environment")
+            for name in ("summary", "plan")
         )
+        # earlier versions wrote none
+        surroundings = folder / "environment.json"
+        environment = json.loads(surroundings.read_text()) if surroundings.exists() else {}
         config: Any = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
         lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         # a resumed run may have told the same update twice: the later line stands
