@@ -13,7 +13,7 @@ import pytest
 from slayformer.errors import ConfigError
 from slayformer.evaluation.report import make_report, make_rows
 from slayformer.evaluation.report_files import write_report
-from slayformer.evaluation.report_table import latex_text
+from slayformer.evaluation.report_table import latex, latex_text, markdown
 from slayformer.evaluation.runs import Run, is_finished
 
 MIB = 2**20
@@ -231,13 +231,12 @@ def test_baseline_is_softmax_or_the_one_named() -> None:
         make_report(runs, baseline="sley")
 
 
-def test_latex_compiles_whatever_the_names(tmp_path: Path) -> None:
+def test_latex_compiles_whatever_the_names() -> None:
     assert latex_text("a_b 5 % [x] #1 {y} ~ ^ \\ & $ ± −") == (
         "a\\_b 5 \\% {[}x] \\#1 \\{y\\} \\textasciitilde{} \\textasciicircum{} "
         "\\textbackslash{} \\& \\$ $\\pm$ $-$"
     )
-    write_report(tmp_path, make_report(three_mechanisms()))
-    text = (tmp_path / "comparison.tex").read_text(encoding="utf-8")
+    text = latex(make_report(three_mechanisms()))
     for rule in ("\\toprule", "\\midrule", "\\bottomrule"):
         assert text.count(rule) == 1
     (row,) = [line for line in text.splitlines() if line.startswith("linear\\_elu & ")]
@@ -264,7 +263,7 @@ GPT2_SMALL = {
     ],
 )
 def test_published_losses_stand_beside_the_same_setting_alone(
-    change: dict, tokens: int, shown: bool, tmp_path: Path
+    change: dict, tokens: int, shown: bool
 ) -> None:
     runs = [
         replace(run, config={**GPT2_SMALL, **change}, summary={**run.summary, "tokens": tokens})
@@ -276,8 +275,7 @@ def test_published_losses_stand_beside_the_same_setting_alone(
     assert {
         row.mechanism: row.published_loss for row in report.rows if row.published_loss
     } == published
-    write_report(tmp_path, report)
-    text = (tmp_path / "comparison.md").read_text(encoding="utf-8")
+    text = markdown(report, [])
     assert ("Table 5" in text, "| published loss (nats/token) |" in text) == (shown, shown)
 
 
