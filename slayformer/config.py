@@ -301,22 +301,43 @@ class TrainConfig:
 
 
 @dataclass
-class EvalConfig:
-    """Everything `eval.py` is told.
+class EvalSourceConfig:
+    """What `eval.py` reads otherwise than the file in configs/data says that `data` names.
 
-    `data` null: the validation tokens of the run that made the checkpoint. A file or folder of
-    text: its documents, with the run's tokenizer.
+    A `path` comes without that file's dataset name.
     """
 
-    checkpoint: str | None
+    path: str | None = None
+    name: str | None = None
+    split: str | None = None
+    text_field: str | None = None
+    document_start: str | None = None
+
+
+@dataclass
+class EvalConfig:
+    """Everything `eval.py` is told. `checkpoint` is one path or a list of them.
+
+    `data` null: the validation tokens of the run that made the checkpoint. A file or folder of
+    text, a folder of Parquet files, or the name of a file in configs/data: its documents, with
+    the run's tokenizer.
+    """
+
+    checkpoint: Any
     data: str | None = None
+    source: EvalSourceConfig = field(default_factory=EvalSourceConfig)
     # null: the context the model was trained with
     context_length: int | None = positive(None)
+    # which position embedding a token beyond the trained context gets (null: none, an error)
+    positions: str | None = one_of("repeat", "interpolate", default=None)
+    # new tokens a window scores, the others being their context (null: windows side by side)
+    stride: int | None = positive(None)
     # most tokens to score (null: as validation in training did, or all of `data`)
     tokens: int | None = positive(None)
     batch_samples: int = positive(8)
-    # write the numbers here as well
+    # write the numbers here as well, and draw the loss by position in the context
     json: str | None = None
+    figure: str | None = None
 
 
 @dataclass

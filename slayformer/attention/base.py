@@ -30,6 +30,8 @@ class Attention(nn.Module):
     backends: tuple[str, ...] = ("auto", "torch")
     # a comparison's control rather than a mechanism of its own
     control: bool = False
+    # whether positions beyond max_sequence_length cannot be computed
+    bounded_length: bool = False
 
     def __init__(
         self, config: Any, *, num_heads: int, head_dim: int, max_sequence_length: int, seed: int

@@ -32,6 +32,8 @@ class CosformerConfig(AttentionConfig):
 class CosformerAttention(LinearAttention):
     """2·D features without parameters; never negative up to the configured maximum length."""
 
+    bounded_length = True
+
     def __init__(self, config: CosformerConfig, **sizes: Any) -> None:
         super().__init__(config, **sizes)
         self.delta = config.delta

@@ -5,25 +5,36 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from slayformer.errors import DataError
 from slayformer.training import distributed
 from slayformer.training.objective import IGNORE_INDEX
 
 if TYPE_CHECKING:
-    from slayformer.data.loader import WindowLoader
+    from slayformer.data.loader import Batch, WindowLoader
+
+
+class Windows(Protocol):
+    """Fixed windows by their number; a target that is IGNORE_INDEX is not scored."""
+
+    windows: int
+    context_length: int
+
+    def batch(self, sample_indices: Sequence[int], /) -> Batch:
+        """Return the windows with these numbers."""
 
 
 @dataclass(frozen=True)
 class LossTotals:
     """Sums over scored tokens: cross entropy in nats, tokens, and UTF-8 bytes they stand for.
 
-    `nats_T` and `tokens_T` are the same sums for each position in the window, if kept.
+    `nats_T` and `tokens_T` are the same sums for each position in the context, if kept: in the
+    window, or in the document where documents are isolated.
     """
 
     nats: float
@@ -40,7 +51,7 @@ class LossTotals:
     @property
     def perplexity(self) -> float:
         """exp(loss) per token; infinite where that overflows."""
-        return math.inf if self.loss > 700 else math.exp(self.loss)
+        return perplexity(self.nats, self.tokens)
 
     @property
     def bits_per_byte(self) -> float:
@@ -66,6 +77,13 @@ class LossTotals:
         return stretches
 
 
+def perplexity(nats: float, units: int) -> float:
+    """Return exp(nats / units): infinite where that overflows, NaN without units."""
+    if units == 0:
+        return math.nan
+    return math.inf if nats / units > 700 else math.exp(nats / units)
+
+
 def validation_windows(loader: WindowLoader, tokens: int, context_length: int) -> int:
     """Return how many windows validation on at most `tokens` tokens takes: one at least."""
     return min(max(1, tokens // context_length), loader.windows)
@@ -74,13 +92,13 @@ def validation_windows(loader: WindowLoader, tokens: int, context_length: int) -
 @torch.no_grad()
 def score(
     objective: nn.Module,
-    loader: WindowLoader,
+    loader: Windows,
     *,
     windows: int,
     batch_samples: int,
     byte_lengths: np.ndarray,
     progress: Callable[[int], None] | None = None,
-    observe: Callable[[Sequence[int], torch.Tensor, slice, torch.Tensor], None] | None = None,
+    observe: Callable[[Sequence[int], Batch, slice, Tensor], None] | None = None,
 ) -> LossTotals:
     """Return the totals of windows 0 … `windows` - 1, the same on every rank.
 
@@ -89,8 +107,8 @@ def score(
     the same number of forward passes: one that has run out repeats window 0 with no target, because
     sharded weights are gathered by all ranks together. Sums are fp64, so neither `batch_samples`
     nor the world size matters beyond rounding. `progress` is called with the number of windows just
-    scored, over all ranks; `observe` with the windows this rank has just scored, all their ids_BT,
-    its stretch of them, and the nats_BT of that stretch.
+    scored, over all ranks; `observe` with the windows this rank has just scored, their whole batch,
+    its stretch of it, and the nats_BT of that stretch.
 
     Raises DataError if the loader has fewer windows, or none is asked for.
     """
@@ -118,12 +136,16 @@ def score(
                 targets_BT = torch.full_like(targets_BT, IGNORE_INDEX)
             inputs = (batch.ids_BT, targets_BT, batch.document_ids_BT, batch.position_ids_BT)
             nats_BT = objective(*(None if part is None else part.to(device) for part in inputs))
+            nats_BT = nats_BT.double().cpu()
             scored_BT = targets_BT != IGNORE_INDEX
-            nats_T[own] += nats_BT.sum(dim=0, dtype=torch.float64).cpu()
-            tokens_T[own] += scored_BT.sum(dim=0)
+            position_BT = batch.position_ids_BT
+            if position_BT is None:
+                position_BT = torch.arange(length)[own].expand_as(targets_BT)
+            nats_T.index_add_(0, position_BT.flatten(), nats_BT.flatten())
+            tokens_T.index_add_(0, position_BT.flatten(), scored_BT.flatten().double())
             byte_count += bytes_of_id[targets_BT[scored_BT]].sum()
             if observe is not None and mine:
-                observe(mine, whole.ids_BT, own, nats_BT)
+                observe(mine, whole, own, nats_BT)
             if progress is not None:
                 progress(stop - start)
     finally:

@@ -1,226 +1,141 @@
-"""Score a checkpoint: on the validation tokens of its run, or on any text."""
+"""Score checkpoints: on the validation tokens of their runs, or on any text."""
 
 from __future__ import annotations
 
 import json
-import math
-import os
 import time
-from collections.abc import Sequence
-from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from rich.box import SIMPLE
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
-from rich.table import Column, Table
-
-from slayformer.config import EvalConfig, SourceConfig
-from slayformer.data.corpus import open_source
-from slayformer.data.loader import Batch, WindowLoader
-from slayformer.data.prepare import prepare
-from slayformer.data.shards import TokenStream
-from slayformer.errors import ConfigError, DataError, UserError
-from slayformer.evaluation.loss import score, validation_windows
-from slayformer.training.checkpoint import LoadedModel, find_checkpoint, load_model
-from slayformer.training.objective import IGNORE_INDEX, LanguageModelObjective
-
-DOCUMENTS_AT_A_TIME = 256
-READ_TOKENS = 1 << 20
+from slayformer.config import EvalConfig
+from slayformer.errors import ConfigError
+from slayformer.evaluation.loss import LossTotals, perplexity, score
+from slayformer.evaluation.perplexity_figure import draw_positions
+from slayformer.evaluation.perplexity_table import print_results
+from slayformer.evaluation.progress import progress_bar
+from slayformer.evaluation.scored_model import ScoredModel, extend_context, load_scored_model
+from slayformer.evaluation.scored_text import named_text, validation_text
+from slayformer.evaluation.windows import DocumentSums, Text, TextWindows, standard_error
+from slayformer.training import distributed
+from slayformer.training.objective import LanguageModelObjective
 
 
-class WholeText(WindowLoader):
-    """Windows of a text in which every token but the first is a target exactly once.
+def run(config: EvalConfig) -> list[dict[str, Any]]:
+    """Score each checkpoint, print the numbers, and return them, one record a checkpoint.
 
-    The last window may be shorter: what fills it up is no target.
+    `config.json` gets the same: a list if a list of checkpoints was given. Under a launcher ranks
+    share the windows, and every rank returns all. Raises UserError if a checkpoint, the data or
+    an option cannot work.
     """
+    paths = _checkpoints(config)
+    if distributed.launched():
+        distributed.initialize()
+    # by tokenizer: all models that have the same one score the same tokens
+    texts: dict[str, Text] = {}
+    results = []
+    for path in paths:
+        model = load_scored_model(path, distributed.device())
+        identity = model.tokenizer.identity
+        if config.data is None:
+            text = validation_text(model, config.tokens)
+        else:
+            text = texts.get(identity) or named_text(config, model.tokenizer)
+            texts[identity] = text
+        results.append(_score(config, model, text))
+    if distributed.is_main():
+        print_results(results)
+        if config.json is not None:
+            written = results if isinstance(config.checkpoint, list) else results[0]
+            _write(Path(config.json), json.dumps(written, indent=2) + "\n")
+        if config.figure is not None:
+            _draw(Path(config.figure), results)
+    distributed.barrier()
+    return results
 
-    def __init__(
-        self, ids: np.ndarray, *, context_length: int, end_of_text: int, isolate_documents: bool
-    ) -> None:
-        windows = math.ceil((len(ids) - 1) / context_length)
-        filled = np.full(windows * context_length + 1, end_of_text, dtype=np.uint32)
-        filled[: len(ids)] = ids
-        super().__init__(
-            TokenStream([filled], label="the text"),
-            context_length=context_length,
-            seed=None,
-            end_of_text=end_of_text,
-            isolate_documents=isolate_documents,
-        )
-        self._targets = len(ids) - 1
 
-    def batch(self, sample_indices: Sequence[int]) -> Batch:
-        """Return the windows with these indices, targets beyond the text as IGNORE_INDEX."""
-        batch = super().batch(sample_indices)
-        length = batch.targets_BT.shape[1]
-        position_BT = torch.tensor(sample_indices)[:, None] * length + torch.arange(length)
-        targets_BT = batch.targets_BT.masked_fill(position_BT >= self._targets, IGNORE_INDEX)
-        return replace(batch, targets_BT=targets_BT)
-
-
-def run(config: EvalConfig) -> dict[str, Any]:
-    """Score `config.checkpoint`, print the numbers, and return them as `config.json` gets them.
-
-    Raises UserError if the checkpoint, the data or an option cannot work.
-    """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UserError("eval.py works in one process: run it without a launcher")
-    if config.checkpoint is None:
+def _checkpoints(config: EvalConfig) -> list[Path]:
+    given = config.checkpoint
+    paths = given if isinstance(given, list) else [given]
+    if not paths or not all(isinstance(path, str) and path for path in paths):
         hint = "give a run directory or a checkpoint folder: python eval.py checkpoint=runs/NAME"
-        raise ConfigError("checkpoint", None, hint)
-    path = find_checkpoint(Path(config.checkpoint))
-    loaded = load_model(path, "cuda" if torch.cuda.is_available() else "cpu")
-    context_length = config.context_length or loaded.model.context_length
-    if context_length > loaded.model.context_length:
-        hint = f"the model was made for at most {loaded.model.context_length} tokens"
-        raise ConfigError("context_length", context_length, hint)
-    if config.data is None:
-        loader, windows, stream = _validation_windows(config, loaded, context_length)
-    else:
-        loader, windows, stream = _text_windows(config, loaded, context_length)
+        raise ConfigError("checkpoint", given, hint)
+    return [Path(path) for path in paths]
 
+
+def _score(config: EvalConfig, scored: ScoredModel, text: Text) -> dict[str, Any]:
+    """Return the record of one checkpoint on `text`."""
+    length = config.context_length or scored.context_length
+    extend_context(scored.model, length, config.positions)
+    if config.stride is not None and config.stride > length:
+        hint = f"must be at most the context of {length} tokens, or tokens would be left out"
+        raise ConfigError("stride", config.stride, hint)
+    windows = TextWindows(
+        text,
+        context_length=length,
+        stride=config.stride,
+        isolate_documents=scored.isolate_documents,
+    )
+    documents = DocumentSums(text, windows)
     start = time.perf_counter()
-    with _progress() as progress:
-        task = progress.add_task(f"scoring {windows:,} windows", total=windows)
+    with progress_bar() as progress:
+        task = progress.add_task(f"scoring {windows.windows:,} windows", total=windows.windows)
         totals = score(
-            LanguageModelObjective(loaded.model, loaded.config.engine.precision),
-            loader,
-            windows=windows,
+            LanguageModelObjective(scored.model, scored.precision),
+            windows,
+            windows=windows.windows,
             batch_samples=config.batch_samples,
-            byte_lengths=loaded.tokenizer.token_byte_lengths(),
+            byte_lengths=scored.tokenizer.token_byte_lengths(),
             progress=lambda count: progress.advance(task, count),
+            record=documents.record,
         )
-    result = {
-        "checkpoint": str(path),
-        "mechanism": loaded.config.attention.name,
-        "data": config.data or "validation tokens of the run",
-        "context_length": context_length,
+    seconds = time.perf_counter() - start
+    words = distributed.run_on_main(lambda: text.words(scored.tokenizer))
+    nats_D, tokens_D = documents.totals()
+    return {
+        "checkpoint": str(scored.path),
+        "mechanism": scored.mechanism,
+        "data": text.label,
+        "context_length": length,
+        "trained_context_length": scored.context_length,
+        "positions": config.positions if length > scored.context_length else None,
+        "stride": config.stride,
+        "isolate_documents": scored.isolate_documents,
+        "tokenizer": scored.tokenizer.identity,
+        **_measures(totals, words),
+        "standard_error": standard_error(nats_D, tokens_D),
+        "documents": len(nats_D),
+        "loss_by_position": totals.by_position(),
+        "seconds": seconds,
+    }
+
+
+def _measures(totals: LossTotals, words: int) -> dict[str, Any]:
+    """Return the loss by every name: per token in nats, and as a perplexity per unit of text."""
+    return {
         "loss": totals.loss,
-        "perplexity": totals.perplexity,
+        "token_perplexity": totals.perplexity,
+        "word_perplexity": perplexity(totals.nats, words),
+        "byte_perplexity": perplexity(totals.nats, totals.bytes),
         "bits_per_byte": totals.bits_per_byte,
         "scored_tokens": totals.tokens,
+        "words": words,
         "bytes": totals.bytes,
-        "documents": _documents_in(stream, totals.tokens, loaded.tokenizer.end_of_text),
-        "seconds": time.perf_counter() - start,
     }
-    _print(result)
-    if config.json is not None:
-        _write_json(Path(config.json), result)
-    return result
 
 
-def _validation_windows(
-    config: EvalConfig, loaded: LoadedModel, context_length: int
-) -> tuple[WindowLoader, int, TokenStream]:
-    """Return loader, number of windows and tokens of the validation that training did."""
-    trained = loaded.config
-    prepared = prepare(trained.data, trained.tokenizer)
-    if prepared.tokenizer.identity != loaded.tokenizer.identity:
-        raise DataError(
-            f"{prepared.directory} has another tokenizer than {config.checkpoint}: the documents "
-            f"have changed since; score a text with data=FILE_OR_FOLDER"
-        )
-    trained_on = loaded.state.get("data")
-    if prepared.directory.name != trained_on:
-        raise DataError(
-            f"{config.checkpoint} was validated on {trained_on}, but its documents have changed "
-            f"and now give {prepared.directory.name}; score a text with data=FILE_OR_FOLDER"
-        )
-    loader = WindowLoader(
-        prepared.validation,
-        context_length=context_length,
-        seed=None,
-        end_of_text=loaded.tokenizer.end_of_text,
-        isolate_documents=trained.data.isolate_documents,
-    )
-    tokens = config.tokens or trained.validation.tokens
-    windows = validation_windows(loader, tokens, context_length)
-    return loader, windows, prepared.validation
-
-
-def _text_windows(
-    config: EvalConfig, loaded: LoadedModel, context_length: int
-) -> tuple[WindowLoader, int, TokenStream]:
-    """Return loader, number of windows and tokens of the documents in `config.data`.
-
-    Every document is followed by an end-of-text, as in training.
-    """
-    tokenizer = loaded.tokenizer
-    documents = open_source(SourceConfig(kind="text", path=config.data), "data").documents()
-    most_tokens = math.inf if config.tokens is None else config.tokens + 1
-    end = np.array([tokenizer.end_of_text], dtype=np.uint32)
-    pieces: list[np.ndarray] = []
-    count = 0
-    with _progress() as progress:
-        task = progress.add_task("tokenizing", total=None)
-        while count < most_tokens:
-            texts = [document.text for document in islice(documents, DOCUMENTS_AT_A_TIME)]
-            if not texts:
-                break
-            for ids in tokenizer.encode_batch(texts):
-                pieces += [np.asarray(ids, dtype=np.uint32), end]
-                count += len(ids) + 1
-            progress.update(task, description=f"tokenizing: {count:,} tokens")
-    ids = np.concatenate(pieces)[: int(min(count, most_tokens))]
-    loader = WholeText(
-        ids,
-        context_length=context_length,
-        end_of_text=tokenizer.end_of_text,
-        isolate_documents=loaded.config.data.isolate_documents,
-    )
-    return loader, loader.windows, TokenStream([ids])
-
-
-def _documents_in(stream: TokenStream, scored_tokens: int, end_of_text: int) -> int:
-    """Return how many documents the first `scored_tokens` + 1 tokens of `stream` belong to."""
-    ended = 0
-    for start in range(0, scored_tokens, READ_TOKENS):
-        ids = stream.read(start, min(READ_TOKENS, scored_tokens - start))
-        ended += int(np.count_nonzero(ids == end_of_text))
-    # the last token belongs to one more, or is itself the end of it
-    return ended + 1
-
-
-def _progress() -> Progress:
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-    times = TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()
-    # standard output is for the numbers
-    console = Console(stderr=True)
-    return Progress(
-        *columns, *times, console=console, transient=True, disable=not console.is_terminal
-    )
-
-
-def _print(result: dict[str, Any]) -> None:
-    table = Table(Column(), Column(justify="right"), show_header=False, box=SIMPLE)
-    table.add_row("loss", f"{result['loss']:.6f} nats/token")
-    table.add_row("perplexity", f"{result['perplexity']:,.3f} per token")
-    table.add_row("bits per byte", f"{result['bits_per_byte']:.4f} bits/byte")
-    table.add_row("scored", f"{result['scored_tokens']:,} tokens")
-    table.add_row("text", f"{result['bytes']:,} bytes")
-    table.add_row("documents", f"{result['documents']:,}")
-    table.add_row("context", f"{result['context_length']:,} tokens")
-    table.add_row("time", f"{result['seconds']:.1f} s")
-    console = Console()
-    console.print(f"{result['checkpoint']}\non {result['data']}", soft_wrap=True, highlight=False)
-    console.print(table)
-
-
-def _write_json(path: Path, result: dict[str, Any]) -> None:
+def _write(path: Path, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError("json", path, f"cannot be written: {error.strerror}") from error
+
+
+def _draw(path: Path, results: list[dict[str, Any]]) -> None:
+    if path.suffix != ".png":
+        raise ConfigError("figure", path, "must end with .png")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draw_positions(path, results)
+    except OSError as error:
+        raise ConfigError("figure", path, f"cannot be written: {error.strerror}") from error

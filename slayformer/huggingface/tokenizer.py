@@ -1,9 +1,11 @@
-"""Our tokenizers as transformers' fast tokenizers: the same ids for the same text."""
+"""Our tokenizers as transformers' fast tokenizers, and back: the same ids for the same text."""
 
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 
+import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -17,6 +19,7 @@ from slayformer.data.tokenizer import (
     byte_characters,
     gpt2_ranks,
 )
+from slayformer.errors import DataError
 
 
 def fast_tokenizer(tokenizer: Tokenizer, *, context_length: int) -> PreTrainedTokenizerFast:
@@ -77,3 +80,43 @@ def _bpe(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
 
 
 _BACKENDS = {GPT2Tokenizer: _gpt2, BytesTokenizer: _bytes, BPETokenizer: _bpe}
+
+
+class ExportedTokenizer(Tokenizer):
+    """A byte-level fast tokenizer from a folder of transformers, such as `fast_tokenizer` makes."""
+
+    name = "exported"
+
+    def __init__(self, fast: PreTrainedTokenizerFast) -> None:
+        byte_of = {character: byte for byte, character in byte_characters().items()}
+        token_bytes = []
+        for token in range(len(fast)):
+            written = fast.convert_ids_to_tokens(token)
+            # what is no byte's character is in special tokens only
+            token_bytes.append(bytes(byte_of[c] for c in written if c in byte_of))
+        self._fast = fast
+        definition = fast.backend_tokenizer.to_str().encode()
+        super().__init__(token_bytes, fast.eos_token_id, definition)
+
+    @classmethod
+    def build(cls, vocabulary_size: int, texts: object) -> ExportedTokenizer:
+        raise NotImplementedError("an exported tokenizer is loaded, not made")
+
+    @classmethod
+    def load(cls, directory: Path) -> ExportedTokenizer:
+        """Return the tokenizer in `directory`; DataError if there is none of bytes."""
+        try:
+            fast = PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise DataError(f"{directory} holds no tokenizer: {error}") from error
+        if not isinstance(fast.backend_tokenizer.decoder, decoders.ByteLevel):
+            raise DataError(f"the tokenizer in {directory} is not one of bytes, as GPT-2's is")
+        if fast.eos_token_id is None:
+            raise DataError(f"the tokenizer in {directory} has no end-of-text")
+        # whole documents are encoded, and the text of a special token is ordinary text
+        fast.model_max_length = 1 << 62
+        fast.split_special_tokens = True
+        return cls(fast)
+
+    def _encode(self, text: str) -> np.ndarray:
+        return np.array(self._fast.encode(text, add_special_tokens=False), dtype=np.uint32)

@@ -1,0 +1,147 @@
+"""The texts `eval.py` scores: a run's validation tokens, files, Parquet folders, data sets."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from omegaconf import OmegaConf
+
+from slayformer.cli import CONFIGURATIONS
+from slayformer.config import EvalConfig, SourceConfig
+from slayformer.data.corpus import TEXT_SUFFIXES, open_source
+from slayformer.data.prepare import open_prepared, prepare
+from slayformer.data.shards import TokenStream
+from slayformer.data.tokenizer import Tokenizer
+from slayformer.errors import ConfigError, DataError
+from slayformer.evaluation.progress import progress_bar
+from slayformer.evaluation.scored_model import ScoredModel
+from slayformer.evaluation.windows import Text
+from slayformer.training import distributed
+
+DOCUMENTS_AT_A_TIME = 256
+DATASET_SUFFIXES = (".parquet", ".jsonl", ".json", ".csv", ".arrow")
+
+
+def validation_text(model: ScoredModel, tokens: int | None) -> Text:
+    """Return what training validated `model` on, or another number of `tokens` of its text.
+
+    Raises ConfigError if no run belongs to the model, DataError if its documents have changed.
+    """
+    loaded = model.loaded
+    if loaded is None:
+        hint = f"{model.path} comes without its run's validation tokens: data=FILE_OR_FOLDER"
+        raise ConfigError("data", None, hint)
+    trained = loaded.config
+    directory = distributed.run_on_main(lambda: prepare(trained.data, trained.tokenizer).directory)
+    # rank 0 has verified it
+    prepared = open_prepared(directory, verify=False)
+    if prepared.tokenizer.identity != loaded.tokenizer.identity:
+        raise DataError(
+            f"{prepared.directory} has another tokenizer than {model.path}: the documents "
+            f"have changed since; score a text with data=FILE_OR_FOLDER"
+        )
+    trained_on = loaded.state.get("data")
+    if prepared.directory.name != trained_on:
+        raise DataError(
+            f"{model.path} was validated on {trained_on}, but its documents have changed "
+            f"and now give {prepared.directory.name}; score a text with data=FILE_OR_FOLDER"
+        )
+    there = len(prepared.validation) - 1
+    if tokens is None:
+        # whole windows of the trained context, whatever the context here
+        length = trained.model.context_length
+        tokens = max(1, min(trained.validation.tokens, there) // length) * length
+    return Text(
+        prepared.validation,
+        min(tokens, there) + 1,
+        loaded.tokenizer.end_of_text,
+        "validation tokens of the run",
+    )
+
+
+def named_text(config: EvalConfig, tokenizer: Tokenizer) -> Text:
+    """Return the documents that `config.data` names, each followed by an end-of-text.
+
+    Rank 0 reads and tokenizes. Raises UserError if there is no such text.
+    """
+    ids, label = distributed.run_on_main(lambda: _read(config, tokenizer))
+    return Text(TokenStream([ids]), len(ids), tokenizer.end_of_text, label)
+
+
+def _read(config: EvalConfig, tokenizer: Tokenizer) -> tuple[np.ndarray, str]:
+    """Return the token ids of `config.data`, and what they are in words."""
+    assert config.data is not None
+    source = find_source(config)
+    documents = open_source(source, "data" if source.kind == "text" else "source").documents()
+    most_tokens = math.inf if config.tokens is None else config.tokens + 1
+    end = np.array([tokenizer.end_of_text], dtype=np.uint32)
+    pieces: list[np.ndarray] = []
+    count = 0
+    with progress_bar() as progress:
+        task = progress.add_task("tokenizing", total=None)
+        while count < most_tokens:
+            texts = [document.text for document in islice(documents, DOCUMENTS_AT_A_TIME)]
+            if not texts:
+                break
+            for ids in tokenizer.encode_batch(texts):
+                pieces += [np.asarray(ids, dtype=np.uint32), end]
+                count += len(ids) + 1
+            progress.update(task, description=f"tokenizing: {count:,} tokens")
+    details = [source.name, source.kind == "huggingface" and f"split {source.split}"]
+    where = ", ".join([source.path or config.data, *(str(detail) for detail in details if detail)])
+    label = where if where.startswith(config.data) else f"{config.data}: {where}"
+    return np.concatenate(pieces)[: int(min(count, most_tokens))], label
+
+
+def find_source(config: EvalConfig) -> SourceConfig:
+    """Return the source that `config.data` names, with what `config.source` changes.
+
+    A name from configs/data stands for the documents it holds out as a split of their own, or else
+    for all of them. Raises ConfigError if there is no such text, or it may have no end.
+    """
+    changes = config.source
+    values = _named_source(str(config.data))
+    if changes.path is not None:
+        values |= {"path": changes.path, "name": None}
+    for item in fields(changes):
+        value = getattr(changes, item.name)
+        values |= {} if value is None else {item.name: value}
+    source = SourceConfig(**values)
+    if source.kind != "sotu" and source.path in (None, "???"):
+        hint = f"data={config.data} needs source.path=FOLDER"
+        raise ConfigError("source.path", None, hint)
+    local = Path(source.path or "").expanduser().exists()
+    if source.kind == "huggingface" and source.streaming and not local and config.tokens is None:
+        hint = f"say how much of {source.path}, which may have no end: tokens=1000000"
+        raise ConfigError("tokens", None, hint)
+    return source
+
+
+def _named_source(data: str) -> dict[str, Any]:
+    """Return the fields of the SourceConfig that `data`, a path or a name, stands for."""
+    path = Path(data).expanduser()
+    if path.exists():
+        kind = "huggingface" if _holds_dataset(path) else "text"
+        return {"kind": kind, "path": data, "streaming": False}
+    presets = {file.stem: file for file in sorted((CONFIGURATIONS / "data").glob("*.yaml"))}
+    if data not in presets:
+        hint = f"there is no such file or folder; data sets by name: {', '.join(presets)}"
+        raise ConfigError("data", data, hint)
+    preset: Any = OmegaConf.to_container(OmegaConf.load(presets[data]))
+    source, held_out = preset["source"], preset.get("validation_source")
+    if held_out and held_out["path"] == source["path"]:
+        return held_out
+    return source
+
+
+def _holds_dataset(path: Path) -> bool:
+    """Return whether `path` is a folder with files of a data set and none of text."""
+    if not path.is_dir():
+        return False
+    suffixes = {file.suffix.lower() for file in path.rglob("*")}
+    return not suffixes & set(TEXT_SUFFIXES) and bool(suffixes & set(DATASET_SUFFIXES))

@@ -1,0 +1,152 @@
+"""A text cut into windows, side by side or overlapping, in which every token is scored once.
+
+Shape suffixes: B windows of a batch, T positions of a window.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slayformer.data.loader import Batch, document_positions
+from slayformer.data.shards import TokenStream
+from slayformer.data.tokenizer import Tokenizer
+from slayformer.errors import DataError
+from slayformer.training.distributed import sum_over_ranks
+from slayformer.training.objective import IGNORE_INDEX
+
+READ_TOKENS = 1 << 20
+
+
+@dataclass(frozen=True)
+class Text:
+    """The first `tokens` tokens of `stream`: documents that each end with `end_of_text`.
+
+    `label` says in words what they are. Raises DataError for fewer than two tokens, of which
+    none could be scored.
+    """
+
+    stream: TokenStream
+    tokens: int
+    end_of_text: int
+    label: str
+
+    def __post_init__(self) -> None:
+        if self.tokens < 2:
+            raise DataError(f"{self.label} has {self.tokens} token: the first is never scored")
+
+    @cached_property
+    def ends(self) -> np.ndarray:
+        """Places of the end-of-text tokens, ascending."""
+        found = []
+        for start in range(0, self.tokens, READ_TOKENS):
+            ids = self.stream.read(start, min(READ_TOKENS, self.tokens - start))
+            found.append(np.flatnonzero(ids == self.end_of_text) + start)
+        return np.concatenate(found)
+
+    def words(self, tokenizer: Tokenizer) -> int:
+        """Return the number of words, divided by white space, in the text of all but the first."""
+        return sum(len(tokenizer.decode(ids).split()) for ids in self._scored_documents())
+
+    def _scored_documents(self) -> Iterator[np.ndarray]:
+        """Yield the ids of each document without its end-of-text and the text's first token."""
+        start = 1
+        for end in [*self.ends.tolist(), self.tokens]:
+            if end > start:
+                yield self.stream.read(start, end - start)
+            start = end + 1
+
+
+class TextWindows:
+    """Windows of a text in which every token but the first is a target exactly once.
+
+    Window w scores the tokens that windows before it did not. Without `stride` windows lie side by
+    side, and the last may be shorter: what fills it up is no target. With it every window after
+    the first scores `stride` new tokens behind as much context as fits; the last begins early
+    enough to be full.
+    """
+
+    def __init__(
+        self, text: Text, *, context_length: int, stride: int | None, isolate_documents: bool
+    ) -> None:
+        self.context_length = context_length
+        self._text = text
+        self._stride = stride or context_length
+        self._isolate_documents = isolate_documents
+        beyond_first = max(0, text.tokens - 1 - context_length)
+        self.windows = 1 + math.ceil(beyond_first / self._stride)
+        # where the last window begins; side by side it is where its turn comes
+        self._latest = beyond_first if stride else text.tokens
+
+    def batch(self, sample_indices: Sequence[int], /) -> Batch:
+        """Return the windows with these numbers, targets scored elsewhere as IGNORE_INDEX."""
+        text, length = self._text, self.context_length
+        tokens = np.full((len(sample_indices), length + 1), text.end_of_text, dtype=np.int64)
+        begin_B = self._begin(sample_indices)
+        for row, begin in zip(tokens, begin_B, strict=True):
+            text.stream.read_into(row[: min(length + 1, text.tokens - begin)], int(begin))
+        place_BT = self._places(begin_B)
+        # the first window scores all its targets, window w goes on where window w - 1 ended
+        window_B = np.asarray(sample_indices)
+        first_B = np.where(window_B == 0, 1, 1 + length + (window_B - 1) * self._stride)
+        scored_BT = (place_BT >= first_B[:, None]) & (place_BT < text.tokens)
+        ids_BT = tokens[:, :-1].copy()
+        targets_BT = np.where(scored_BT, tokens[:, 1:], IGNORE_INDEX)
+        documents: tuple[Tensor, ...] = ()
+        if self._isolate_documents:
+            pair = document_positions(ids_BT, text.end_of_text)
+            documents = tuple(torch.from_numpy(array) for array in pair)
+        return Batch(torch.from_numpy(ids_BT), torch.from_numpy(targets_BT), *documents)
+
+    def documents(self, sample_indices: Sequence[int]) -> Tensor:
+        """Return which document of the text, from 0, each target of these windows is in, [B, T]."""
+        place_BT = self._places(self._begin(sample_indices))
+        return torch.from_numpy(np.searchsorted(self._text.ends, place_BT))
+
+    def _begin(self, sample_indices: Sequence[int]) -> np.ndarray:
+        return np.minimum(np.asarray(sample_indices) * self._stride, self._latest)
+
+    def _places(self, begin_B: np.ndarray) -> np.ndarray:
+        """Return the place in the text of each target of windows that begin there, [B, T]."""
+        return begin_B[:, None] + 1 + np.arange(self.context_length)
+
+
+class DocumentSums:
+    """Nats and tokens of each document, from what `loss.score` tells its `record`."""
+
+    def __init__(self, text: Text, windows: TextWindows) -> None:
+        self._windows = windows
+        # the last document may have no end here
+        self._sums = torch.zeros(2, len(text.ends) + 1, dtype=torch.float64)
+
+    def record(self, sample_indices: Sequence[int], targets_BT: Tensor, nats_BT: Tensor) -> None:
+        """Add what these windows have scored."""
+        scored_BT = targets_BT != IGNORE_INDEX
+        document_N = self._windows.documents(sample_indices)[scored_BT]
+        self._sums[0].index_add_(0, document_N, nats_BT[scored_BT])
+        self._sums[1].index_add_(0, document_N, torch.ones_like(nats_BT[scored_BT]))
+
+    def totals(self) -> tuple[Tensor, Tensor]:
+        """Return (nats, tokens) of each document with a scored token, over all ranks, fp64."""
+        nats_D, tokens_D = sum_over_ranks(self._sums)
+        return nats_D[tokens_D > 0], tokens_D[tokens_D > 0]
+
+
+def standard_error(nats_D: Tensor, tokens_D: Tensor) -> float | None:
+    """Return the standard error of the mean loss per token, documents being what was drawn.
+
+    Tokens of a document are alike, so the mean over all tokens is a ratio of two means over
+    documents (Cochran, 1977, "Sampling techniques", section 6.4): for documents of one length it
+    is their losses' standard deviation over √D. None for a single document.
+    """
+    count = len(nats_D)
+    if count < 2:
+        return None
+    rest_D = nats_D - nats_D.sum() / tokens_D.sum() * tokens_D
+    return math.sqrt(count / (count - 1) * rest_D.square().sum().item()) / tokens_D.sum().item()
