@@ -392,3 +392,41 @@ class ReportConfig:
     baseline: str | None = None
     # show in red what makes the comparison unfair, instead of refusing it
     allow_differences: bool = False
+
+
+@dataclass
+class LongContextModelConfig:
+    """Shape of the models of `scripts/long_context.py`, which have no context of a fixed length."""
+
+    layers: int = positive()
+    heads: int = positive()
+    width: int = positive()
+    mlp_ratio: int = positive(4)
+    short_convolution: int = not_negative(0)
+
+
+@dataclass
+class LongContextConfig:
+    """Everything `scripts/long_context.py` is told."""
+
+    attention: list[str]
+    model: LongContextModelConfig
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig
+    # lengths of the haystacks that are trained on and measured
+    training_lengths_tokens: list[int]
+    lengths_tokens: list[int]
+    # key-value pairs in a haystack, and how many different keys, values and filler tokens there are
+    pairs: int = positive()
+    keys: int = positive()
+    values: int = positive()
+    fillers: int = positive()
+    updates: int = positive()
+    tokens_per_update: int = positive()
+    # haystacks of each length
+    samples: int = positive()
+    # tokens read at once
+    segment_tokens: int = positive()
+    seed: int = seed_number(0)
+    # null: long_contexts/<time>
+    directory: str | None = None

@@ -7,7 +7,15 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from slayformer.config import EngineConfig, ModelConfig, RecallConfig, ScheduleConfig, TrainConfig
+from slayformer.config import (
+    EngineConfig,
+    LongContextConfig,
+    LongContextModelConfig,
+    ModelConfig,
+    RecallConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
 from slayformer.errors import ConfigError, nearest
 
 
@@ -17,13 +25,15 @@ def validate(config: Any) -> None:
     Raises ConfigError for the first that cannot work, alone or beside the others.
     """
     check_fields(config, prefix="")
-    if isinstance(config, TrainConfig | RecallConfig):
+    if isinstance(config, TrainConfig | RecallConfig | LongContextConfig):
         _validate_model(config.model)
         _validate_schedule(config.schedule)
     if isinstance(config, TrainConfig):
         _validate_train(config)
     if isinstance(config, RecallConfig):
         _validate_recall(config)
+    if isinstance(config, LongContextConfig):
+        _validate_long_context(config)
 
 
 def check_fields(config: Any, prefix: str) -> None:
@@ -67,7 +77,7 @@ def _exactly_one(config: Any, group: str, options: Mapping[str, str | None]) -> 
     raise ConfigError(group, given, f"set exactly one: use {', or '.join(ways)}")
 
 
-def _validate_model(model: ModelConfig) -> None:
+def _validate_model(model: ModelConfig | LongContextModelConfig) -> None:
     if model.width % model.heads:
         divisors = [h for h in range(1, model.width + 1) if model.width % h == 0]
         near = sorted(divisors, key=lambda h: abs(h - model.heads))[:2]
@@ -152,15 +162,23 @@ def _validate_engine(engine: EngineConfig) -> None:
             raise ConfigError(f"engine.deepspeed.{path}", found, reason)
 
 
-def _validate_recall(config: RecallConfig) -> None:
-    """Refuse what the short training of the recall task does not do."""
+def _validate_answers(config: RecallConfig | LongContextConfig) -> None:
+    """Refuse what the short training on answers does not do."""
     schedule = config.schedule
     if schedule.warmup_tokens is not None:
-        hint = "recall counts its warm-up in updates; use schedule.warmup_updates"
+        hint = "this training counts its warm-up in updates; use schedule.warmup_updates"
         raise ConfigError("schedule.warmup_tokens", schedule.warmup_tokens, hint)
+    warmup = schedule.warmup_updates
+    if warmup is not None and warmup > config.updates:
+        hint = f"longer than the run of {config.updates} updates; use at most {config.updates}"
+        raise ConfigError("schedule.warmup_updates", warmup, hint)
     if config.optimizer.z_loss:
-        hint = "recall trains on the plain cross entropy; use 0"
+        hint = "this training is on the plain cross entropy; use 0"
         raise ConfigError("optimizer.z_loss", config.optimizer.z_loss, hint)
+
+
+def _validate_recall(config: RecallConfig) -> None:
+    _validate_answers(config)
     if not config.pairs or min(config.pairs) < 1:
         raise ConfigError("pairs", config.pairs, "name at least one number, each above 0")
     most = max(config.pairs)
@@ -172,7 +190,21 @@ def _validate_recall(config: RecallConfig) -> None:
     if config.tokens_per_update < 4 * most:
         hint = f"a sequence of {most} pairs alone takes {4 * most} tokens"
         raise ConfigError("tokens_per_update", config.tokens_per_update, hint)
-    warmup = config.schedule.warmup_updates
-    if warmup is not None and warmup > config.updates:
-        hint = f"longer than the run of {config.updates} updates; use at most {config.updates}"
-        raise ConfigError("schedule.warmup_updates", warmup, hint)
+
+
+def _validate_long_context(config: LongContextConfig) -> None:
+    _validate_answers(config)
+    if not config.attention or len(set(config.attention)) < len(config.attention):
+        raise ConfigError("attention", config.attention, "name at least one, and each once")
+    if config.pairs > config.keys:
+        hint = f"keys of a haystack differ: at most keys={config.keys}"
+        raise ConfigError("pairs", config.pairs, hint)
+    for name in ("training_lengths_tokens", "lengths_tokens"):
+        lengths = getattr(config, name)
+        if not lengths or min(lengths) < 2 * config.pairs:
+            hint = f"name at least one; {config.pairs} pairs take {2 * config.pairs} tokens"
+            raise ConfigError(name, lengths, hint)
+    longest = max(config.training_lengths_tokens) + 2 * config.pairs
+    if config.tokens_per_update < longest:
+        hint = f"the longest haystack with its questions takes {longest} tokens"
+        raise ConfigError("tokens_per_update", config.tokens_per_update, hint)

@@ -29,6 +29,7 @@ SCRIPTS = {
     "scripts/export_hf.py": ("checkpiont=3", "checkpoint"),
     "scripts/bench_attention.py": ("head_dimm=3", "head_dim"),
     "scripts/bench_train.py": ("lenghts=3", "lengths"),
+    "scripts/long_context.py": ("pair=3", "pairs"),
 }
 CONFIGURATIONS = Path(__file__).parents[1] / "configs"
 EXPERIMENTS = sorted(path.stem for path in (CONFIGURATIONS / "experiment").glob("*.yaml"))

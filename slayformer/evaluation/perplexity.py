@@ -86,7 +86,7 @@ def _score(config: EvalConfig, scored: ScoredModel, text: Text) -> dict[str, Any
             batch_samples=config.batch_samples,
             byte_lengths=scored.tokenizer.token_byte_lengths(),
             progress=lambda count: progress.advance(task, count),
-            record=documents.record,
+            observe=documents.add,
         )
     seconds = time.perf_counter() - start
     words = distributed.run_on_main(lambda: text.words(scored.tokenizer))

@@ -6,24 +6,22 @@ another order: after each key the model has to say its value. Nothing but the co
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
 from slayformer.attention.base import generator
 from slayformer.config import RecallConfig
 from slayformer.config_loading import to_plain
 from slayformer.errors import ConfigError
+from slayformer.evaluation.answers import Answers, train_on_answers
 from slayformer.model.gpt2 import GPT2
 from slayformer.training.objective import IGNORE_INDEX
 from slayformer.training.run_directory import write_json
-from slayformer.training.small import answer_loss, count_right, train_small
 
 # training, evaluation and weights draw apart from one another
 EVALUATION_SEED = 2**31 - 1
@@ -97,41 +95,23 @@ def _train(config: RecallConfig, directory: Path, console: Console) -> GPT2:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model.to(device)
     draws = generator(config.seed)
-    progress = Progress(
-        TextColumn(f"{config.attention.name}: update"),
-        MofNCompleteColumn(),
-        BarColumn(bar_width=24),
-        TextColumn("{task.fields[told]}"),
-        TimeRemainingColumn(),
+
+    def draw(update: int) -> Answers:
+        pairs = config.pairs[update % len(config.pairs)]
+        samples = config.tokens_per_update // (4 * pairs)
+        batch = _batch(config, pairs, samples, draws, device)
+        return Answers(*batch, about={"pairs": pairs}, told=f"{pairs} pairs")
+
+    return train_on_answers(
+        model,
+        draw,
+        updates=config.updates,
+        optimizer_config=config.optimizer,
+        schedule=config.schedule,
+        metrics=directory / "metrics.jsonl",
+        title=config.attention.name,
         console=console,
     )
-
-    def pairs_at(update: int) -> int:
-        return config.pairs[update % len(config.pairs)]
-
-    def loss(update: int) -> Tensor:
-        samples = config.tokens_per_update // (4 * pairs_at(update))
-        return answer_loss(model, *_batch(config, pairs_at(update), samples, draws, device))
-
-    with progress, (directory / "metrics.jsonl").open("w", encoding="utf-8") as metrics:
-        task = progress.add_task("", total=config.updates, told="")
-
-        def told(update: int, loss: float) -> None:
-            pairs = pairs_at(update - 1)
-            record = {"kind": "train", "update": update, "pairs": pairs, "loss": loss}
-            metrics.write(json.dumps(record) + "\n")
-            metrics.flush()
-            progress.update(task, advance=1, told=f"loss {loss:.3f} nats/answer at {pairs} pairs")
-
-        train_small(
-            model,
-            loss,
-            updates=config.updates,
-            optimizer=config.optimizer,
-            schedule=config.schedule,
-            told=told,
-        )
-    return model.eval()
 
 
 def _batch(
@@ -141,6 +121,7 @@ def _batch(
     return ids.to(device), targets.to(device)
 
 
+@torch.no_grad()
 def _accuracy(model: GPT2, config: RecallConfig, pairs: int) -> float:
     """Return the share of answers that the model's most likely token gets right."""
     device = model.token_embedding.weight.device

@@ -118,16 +118,16 @@ class TextWindows:
 
 
 class DocumentSums:
-    """Nats and tokens of each document, from what `loss.score` tells its `record`."""
+    """Nats and tokens of each document, from what `loss.score` tells its `observe`."""
 
     def __init__(self, text: Text, windows: TextWindows) -> None:
         self._windows = windows
         # the last document may have no end here
         self._sums = torch.zeros(2, len(text.ends) + 1, dtype=torch.float64)
 
-    def record(self, sample_indices: Sequence[int], targets_BT: Tensor, nats_BT: Tensor) -> None:
+    def add(self, sample_indices: Sequence[int], batch: Batch, nats_BT: Tensor) -> None:
         """Add what these windows have scored."""
-        scored_BT = targets_BT != IGNORE_INDEX
+        scored_BT = batch.targets_BT != IGNORE_INDEX
         document_N = self._windows.documents(sample_indices)[scored_BT]
         self._sums[0].index_add_(0, document_N, nats_BT[scored_BT])
         self._sums[1].index_add_(0, document_N, torch.ones_like(nats_BT[scored_BT]))

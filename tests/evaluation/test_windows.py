@@ -146,7 +146,7 @@ def test_documents_own_what_was_scored_in_them() -> None:
             windows=windows.windows,
             batch_samples=2,
             byte_lengths=np.ones(257, dtype=np.int64),
-            record=documents.record,
+            observe=documents.add,
         )
         nats_D, tokens_D = documents.totals()
         assert nats_D.tolist() == [11.0, 14.0, 10.0, 3.0]
