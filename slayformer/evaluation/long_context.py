@@ -22,10 +22,10 @@ from slayformer.config import AttentionConfig, LongContextConfig, ModelConfig
 from slayformer.config_loading import to_plain
 from slayformer.errors import ConfigError
 from slayformer.evaluation.answers import Answers, train_on_answers
-from slayformer.evaluation.fidelity import load_options
 from slayformer.evaluation.long_context_report import draw, markdown, print_table
 from slayformer.evaluation.progress import progress_bar
 from slayformer.model.gpt2 import GPT2
+from slayformer.presets import load_preset
 from slayformer.registry import attention_entry
 from slayformer.training.objective import IGNORE_INDEX
 from slayformer.training.run_directory import describe_environment, write_json
@@ -117,7 +117,7 @@ def run(config: LongContextConfig) -> list[Measurement]:
 
 def _options(config: LongContextConfig) -> list[AttentionConfig]:
     """Return the options of each mechanism; raises ConfigError for one that has an end."""
-    options = load_options(config.attention)
+    options = [load_preset(name) for name in config.attention]
     for one in options:
         if attention_entry(one.mechanism or one.name).attention.bounded_length:
             hint = f"{one.name} is defined up to the length it was made for, and not beyond"
