@@ -1,4 +1,4 @@
-"""Score a checkpoint: `python eval.py checkpoint=runs/NAME [data=FILE_OR_FOLDER]`."""
+"""Score checkpoints: `python eval.py checkpoint=runs/NAME [data=FILE_OR_FOLDER_OR_NAME]`."""
 
 from __future__ import annotations
 

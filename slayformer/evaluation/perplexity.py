@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from slayformer.config import EvalConfig
+from slayformer.config import EvalConfig, EvalSourceConfig
 from slayformer.errors import ConfigError
 from slayformer.evaluation.loss import LossTotals, perplexity, score
 from slayformer.evaluation.perplexity_figure import draw_positions
@@ -28,8 +30,13 @@ def run(config: EvalConfig) -> list[dict[str, Any]]:
     an option cannot work.
     """
     paths = _checkpoints(config)
+    if config.data is None and config.source != EvalSourceConfig():
+        raise ConfigError("data", None, "fields of source change what data names; name it")
+    if config.figure is not None and not config.figure.endswith(".png"):
+        raise ConfigError("figure", config.figure, "must end with .png")
     if distributed.launched():
         distributed.initialize()
+    distributed.run_on_main(lambda: _make_folders(config))
     # by tokenizer: all models that have the same one score the same tokens
     texts: dict[str, Text] = {}
     results = []
@@ -46,9 +53,12 @@ def run(config: EvalConfig) -> list[dict[str, Any]]:
         print_results(results)
         if config.json is not None:
             written = results if isinstance(config.checkpoint, list) else results[0]
-            _write(Path(config.json), json.dumps(written, indent=2) + "\n")
+            with _writing("json", config.json):
+                content = json.dumps(written, indent=2) + "\n"
+                Path(config.json).write_text(content, encoding="utf-8")
         if config.figure is not None:
-            _draw(Path(config.figure), results)
+            with _writing("figure", config.figure):
+                draw_positions(Path(config.figure), results)
     distributed.barrier()
     return results
 
@@ -123,19 +133,18 @@ def _measures(totals: LossTotals, words: int) -> dict[str, Any]:
     }
 
 
-def _write(path: Path, text: str) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError("json", path, f"cannot be written: {error.strerror}") from error
+def _make_folders(config: EvalConfig) -> None:
+    """Make the folders to write to before anything is scored."""
+    for field, path in (("json", config.json), ("figure", config.figure)):
+        if path is not None:
+            with _writing(field, path):
+                Path(path).parent.mkdir(parents=True, exist_ok=True)
 
 
-def _draw(path: Path, results: list[dict[str, Any]]) -> None:
-    if path.suffix != ".png":
-        raise ConfigError("figure", path, "must end with .png")
+@contextmanager
+def _writing(field: str, path: str) -> Iterator[None]:
+    """Turn the refusal of a disk into a ConfigError about `field`."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draw_positions(path, results)
+        yield
     except OSError as error:
-        raise ConfigError("figure", path, f"cannot be written: {error.strerror}") from error
+        raise ConfigError(field, path, f"cannot be written: {error.strerror}") from error

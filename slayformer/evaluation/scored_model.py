@@ -113,10 +113,13 @@ def extend_context(model: GPT2, length: int, positions: str | None) -> None:
     ones, spread evenly over the length (Chen et al., 2023, "Extending context window of large
     language models via positional interpolation", for embeddings that are learned).
 
-    Raises ConfigError if it takes `positions` and they are not given, or the mechanism has an end.
+    Raises ConfigError if `positions` is missing or has no effect, or the mechanism has an end.
     """
     trained = model.context_length
     if length <= trained:
+        if positions is not None:
+            hint = f"has no effect up to the {trained} tokens the model was made for; leave it out"
+            raise ConfigError("positions", positions, hint)
         return
     if positions is None:
         hint = (

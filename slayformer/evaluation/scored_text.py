@@ -12,7 +12,7 @@ import numpy as np
 from omegaconf import OmegaConf
 
 from slayformer.cli import CONFIGURATIONS
-from slayformer.config import EvalConfig, SourceConfig
+from slayformer.config import EvalConfig, EvalSourceConfig, SourceConfig
 from slayformer.data.corpus import TEXT_SUFFIXES, open_source
 from slayformer.data.prepare import open_prepared, prepare
 from slayformer.data.shards import TokenStream
@@ -24,6 +24,12 @@ from slayformer.evaluation.windows import Text
 from slayformer.training import distributed
 
 DOCUMENTS_AT_A_TIME = 256
+# what each kind of source has of EvalSourceConfig
+CHANGES = {
+    "sotu": {"document_start"},
+    "text": {"path", "document_start"},
+    "huggingface": {item.name for item in fields(EvalSourceConfig)},
+}
 DATASET_SUFFIXES = (".parquet", ".jsonl", ".json", ".csv", ".arrow")
 
 
@@ -92,9 +98,11 @@ def _read(config: EvalConfig, tokenizer: Tokenizer) -> tuple[np.ndarray, str]:
                 pieces += [np.asarray(ids, dtype=np.uint32), end]
                 count += len(ids) + 1
             progress.update(task, description=f"tokenizing: {count:,} tokens")
-    details = [source.name, source.kind == "huggingface" and f"split {source.split}"]
-    where = ", ".join([source.path or config.data, *(str(detail) for detail in details if detail)])
-    label = where if where.startswith(config.data) else f"{config.data}: {where}"
+    details = [source.path, source.name]
+    if source.kind == "huggingface":
+        details.append(f"split {source.split}")
+    told = ", ".join(detail for detail in details if detail and detail != config.data)
+    label = f"{config.data}: {told}" if told else config.data
     return np.concatenate(pieces)[: int(min(count, most_tokens))], label
 
 
@@ -104,14 +112,17 @@ def find_source(config: EvalConfig) -> SourceConfig:
     A name from configs/data stands for the documents it holds out as a split of their own, or else
     for all of them. Raises ConfigError if there is no such text, or it may have no end.
     """
-    changes = config.source
     values = _named_source(str(config.data))
-    if changes.path is not None:
-        values |= {"path": changes.path, "name": None}
-    for item in fields(changes):
-        value = getattr(changes, item.name)
-        values |= {} if value is None else {item.name: value}
-    source = SourceConfig(**values)
+    changes = {item.name: getattr(config.source, item.name) for item in fields(config.source)}
+    changes = {name: value for name, value in changes.items() if value is not None}
+    kind = values["kind"]
+    for name, value in changes.items():
+        if name not in CHANGES[kind]:
+            hint = f"data={config.data} is of kind {kind}, which has no such field"
+            raise ConfigError(f"source.{name}", value, hint)
+    if "path" in changes:
+        values["name"] = None
+    source = SourceConfig(**values | changes)
     if source.kind != "sotu" and source.path in (None, "???"):
         hint = f"data={config.data} needs source.path=FOLDER"
         raise ConfigError("source.path", None, hint)

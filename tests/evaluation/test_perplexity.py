@@ -142,6 +142,11 @@ def test_what_cannot_be_scored_is_told(tiny_run: Path, tmp_path: Path) -> None:
         ),
         ({"checkpoint": checkpoint, "data": "fineweb"}, "tokens=null: .*tokens=1000000"),
         ({"checkpoint": checkpoint, "data": "huggingface"}, "needs source.path=FOLDER"),
+        ({"checkpoint": checkpoint, "source": EvalSourceConfig(split="x")}, "data=null"),
+        (
+            {"checkpoint": checkpoint, "data": "text", "source": EvalSourceConfig(split="x")},
+            "source.split=x: data=text is of kind text",
+        ),
         ({"checkpoint": checkpoint, "data": str(tmp_path / "no")}, "no such file or folder"),
         ({"checkpoint": checkpoint, "data": str(tmp_path / "folder")}, "holds no"),
         ({"checkpoint": checkpoint, "data": str(tmp_path / "empty.txt")}, "no text"),

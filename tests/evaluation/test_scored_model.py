@@ -168,6 +168,8 @@ def test_a_longer_context_goes_on_with_the_trained_positions(
 
 
 def test_what_cannot_be_longer_says_so() -> None:
+    with pytest.raises(UserError, match="positions=repeat: has no effect up to the 8 tokens"):
+        extend_context(small_model("slay", 8), 8, "repeat")
     with pytest.raises(UserError, match=r"context_length=9: .* 8 tokens .*positions=interpolate"):
         extend_context(small_model("slay", 8), 9, None)
     with pytest.raises(UserError, match="context_length=9: cosformer is defined for the 8 tokens"):
