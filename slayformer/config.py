@@ -421,6 +421,8 @@ class LongContextConfig:
     keys: int = positive()
     values: int = positive()
     fillers: int = positive()
+    # how often training asks for each pair; measuring asks once
+    training_rounds: int = positive()
     updates: int = positive()
     tokens_per_update: int = positive()
     # haystacks of each length

@@ -204,7 +204,7 @@ def _validate_long_context(config: LongContextConfig) -> None:
         if not lengths or min(lengths) < 2 * config.pairs:
             hint = f"name at least one; {config.pairs} pairs take {2 * config.pairs} tokens"
             raise ConfigError(name, lengths, hint)
-    longest = max(config.training_lengths_tokens) + 2 * config.pairs
+    longest = max(config.training_lengths_tokens) + 2 * config.pairs * config.training_rounds
     if config.tokens_per_update < longest:
         hint = f"the longest haystack with its questions takes {longest} tokens"
         raise ConfigError("tokens_per_update", config.tokens_per_update, hint)

@@ -48,12 +48,13 @@ class Measurement:
 
 
 def draw_haystacks(
-    length: int, samples: int, config: LongContextConfig, draws: torch.Generator
+    length: int, samples: int, config: LongContextConfig, draws: torch.Generator, *, rounds: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """Return ids and targets, both [samples, length + 2 pairs]: haystacks, then the questions.
+    """Return ids and targets, both [samples, length + 2 pairs · rounds]: haystacks, then questions.
 
     Ids are those of keys, then values, then fillers. A pair takes two places in a row, and keys
-    of a haystack differ. Targets are IGNORE_INDEX but where a key is asked for.
+    of a haystack differ. A round asks for every key once, in an order of its own. Targets are
+    IGNORE_INDEX but where a key is asked for.
     """
     pairs, keys, values = config.pairs, config.keys, config.values
     key_BN = torch.rand(samples, keys, generator=draws).argsort(dim=-1)[:, :pairs]
@@ -63,11 +64,12 @@ def draw_haystacks(
     told_BL = keys + values + filler_BL
     told_BL.scatter_(1, 2 * slot_BN, key_BN)
     told_BL.scatter_(1, 2 * slot_BN + 1, value_BN)
-    # asked in another order than told: the slots above are not sorted
-    asked_BN = torch.stack([key_BN, value_BN], dim=-1).flatten(1)
-    targets = torch.full((samples, length + 2 * pairs), IGNORE_INDEX)
-    targets[:, length::2] = value_BN
-    return torch.cat([told_BL, asked_BN], dim=1), targets
+    order_BRN = torch.rand(samples, rounds, pairs, generator=draws).argsort(dim=-1)
+    asked_BN, answer_BN = (x_BN.gather(1, order_BRN.flatten(1)) for x_BN in (key_BN, value_BN))
+    questions_BQ = torch.stack([asked_BN, answer_BN], dim=-1).flatten(1)
+    targets = torch.full((samples, length + questions_BQ.shape[1]), IGNORE_INDEX)
+    targets[:, length::2] = answer_BN
+    return torch.cat([told_BL, questions_BQ], dim=1), targets
 
 
 def run(config: LongContextConfig) -> list[Measurement]:
@@ -132,9 +134,10 @@ def _train(
     device: torch.device,
     console: Console,
 ) -> GPT2:
+    questions = 2 * config.pairs * config.training_rounds
     shape = ModelConfig(
         **to_plain(config.model),
-        context_length=max(config.training_lengths_tokens) + 2 * config.pairs,
+        context_length=max(config.training_lengths_tokens) + questions,
     )
     vocabulary_size = config.keys + config.values + config.fillers
     model = GPT2(shape, attention, vocabulary_size=vocabulary_size, seed=config.seed).to(device)
@@ -142,8 +145,9 @@ def _train(
 
     def draw(update: int) -> Answers:
         length = config.training_lengths_tokens[update % len(config.training_lengths_tokens)]
-        samples = config.tokens_per_update // (length + 2 * config.pairs)
-        ids, targets = (x.to(device) for x in draw_haystacks(length, samples, config, draws))
+        samples = config.tokens_per_update // (length + questions)
+        drawn = draw_haystacks(length, samples, config, draws, rounds=config.training_rounds)
+        ids, targets = (part.to(device) for part in drawn)
         about = {"length_tokens": length}
         return Answers(ids, targets, about, f"{length} tokens", torch.zeros_like(ids))
 

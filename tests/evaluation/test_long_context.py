@@ -24,12 +24,16 @@ def config(*overrides: str) -> LongContextConfig:
     return load_config(compose("long_context", list(overrides), COMMANDS), LongContextConfig)
 
 
-@pytest.mark.parametrize(("length", "pairs"), [(2, 1), (8, 4), (65, 4), (1000, 16)])
-def test_every_pair_is_told_once_and_asked_once(length: int, pairs: int) -> None:
+@pytest.mark.parametrize(
+    ("length", "pairs", "rounds"), [(2, 1, 1), (8, 4, 1), (65, 4, 3), (1000, 16, 1)]
+)
+def test_every_pair_is_told_once_and_asked_once_a_round(
+    length: int, pairs: int, rounds: int
+) -> None:
     sizes = ("values=9", "fillers=5", "training_lengths_tokens=[32]", "lengths_tokens=[32]")
     wanted = config(f"pairs={pairs}", *sizes)
-    ids, targets = draw_haystacks(length, 7, wanted, generator(1))
-    assert ids.shape == targets.shape == (7, length + 2 * pairs)
+    ids, targets = draw_haystacks(length, 7, wanted, generator(1), rounds=rounds)
+    assert ids.shape == targets.shape == (7, length + 2 * pairs * rounds)
     depths = set()
     for row, target in zip(ids.tolist(), targets.tolist(), strict=True):
         places = [place for place in range(length) if row[place] < 16]
@@ -39,7 +43,8 @@ def test_every_pair_is_told_once_and_asked_once(length: int, pairs: int) -> None
         rest = set(range(length)) - {place + step for place in places for step in (0, 1)}
         assert all(25 <= row[place] < 30 for place in rest)
         asked = row[length::2]
-        assert sorted(asked) == sorted(told)
+        for start in range(0, pairs * rounds, pairs):
+            assert sorted(asked[start : start + pairs]) == sorted(told)
         assert row[length + 1 :: 2] == target[length::2] == [told[key] for key in asked]
         assert set(target[:length] + target[length + 1 :: 2]) == {IGNORE_INDEX}
         depths.update(places)
@@ -81,7 +86,7 @@ def test_reading_in_segments_is_reading_at_once() -> None:
         (["pairs=17"], "pairs=17: .*at most keys=16"),
         (["lengths_tokens=[7]"], r"lengths_tokens=\[7\]: .* 4 pairs take 8 tokens"),
         (["training_lengths_tokens=[]"], r"training_lengths_tokens=\[\]: name at least one"),
-        (["tokens_per_update=100"], "tokens_per_update=100: .* takes 264 tokens"),
+        (["tokens_per_update=100"], "tokens_per_update=100: .* takes 288 tokens"),
         (["attention=[slay,slay]"], "attention=.*each once"),
         (["attention=[sley]"], "attention=sley: did you mean slay"),
         (["attention=[cosformer]"], "attention=cosformer: .* not beyond"),
