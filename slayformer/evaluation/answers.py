@@ -8,17 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
-from torch.nn import functional as F
 
 from slayformer.config import OptimizerConfig, ScheduleConfig
 from slayformer.model.gpt2 import GPT2
-from slayformer.training.objective import IGNORE_INDEX
-from slayformer.training.optimizer import build_optimizer
-from slayformer.training.schedule import learning_rate
+from slayformer.training.small import answer_loss, train_small
 
 
 @dataclass(frozen=True)
@@ -40,7 +36,7 @@ def train_on_answers(
     draw: Callable[[int], Answers],
     *,
     updates: int,
-    optimizer_config: OptimizerConfig,
+    optimizer: OptimizerConfig,
     schedule: ScheduleConfig,
     metrics: Path,
     title: str,
@@ -50,8 +46,6 @@ def train_on_answers(
 
     Every update leaves a record in `metrics`, JSON a line.
     """
-    device = model.token_embedding.weight.device
-    optimizer = build_optimizer(model, optimizer_config, device)
     progress = Progress(
         TextColumn(f"{title}: update"),
         MofNCompleteColumn(),
@@ -60,33 +54,29 @@ def train_on_answers(
         TimeRemainingColumn(),
         console=console,
     )
+    current: list[Answers] = []
+
+    def loss(update: int) -> Tensor:
+        current[:] = [draw(update)]
+        ids_BT, targets_BT = current[0].ids_BT, current[0].targets_BT
+        return answer_loss(model, ids_BT, targets_BT, position_ids_BT=current[0].position_ids_BT)
+
     with progress, metrics.open("w", encoding="utf-8") as records:
         task = progress.add_task("", total=updates, told="")
-        for update in range(updates):
-            answers = draw(update)
-            loss = _loss(model, answers)
-            loss.backward()
-            if optimizer_config.gradient_clipping:
-                torch.nn.utils.clip_grad_norm_(
-                    model.parameters(), optimizer_config.gradient_clipping
-                )
-            rate = learning_rate(
-                update, updates, peak=optimizer_config.learning_rate, schedule=schedule
-            )
-            for group in optimizer.param_groups:
-                group["lr"] = rate * group["learning_rate_scale"]
-            optimizer.step()
-            optimizer.zero_grad()
-            record = {"kind": "train", "update": update + 1, **answers.about, "loss": loss.item()}
+
+        def told(update: int, loss: float) -> None:
+            record = {"kind": "train", "update": update, **current[0].about, "loss": loss}
             records.write(json.dumps(record) + "\n")
             records.flush()
-            told = f"loss {record['loss']:.3f} nats/answer at {answers.told}"
-            progress.update(task, advance=1, told=told)
+            said = f"loss {loss:.3f} nats/answer at {current[0].told}"
+            progress.update(task, advance=1, told=said)
+
+        train_small(
+            model,
+            loss,
+            updates=updates,
+            optimizer=optimizer,
+            schedule=schedule,
+            told=told,
+        )
     return model.eval()
-
-
-def _loss(model: GPT2, answers: Answers) -> Tensor:
-    """Return the mean cross entropy of the answers in nats."""
-    hidden_BTC, _ = model(answers.ids_BT, position_ids_BT=answers.position_ids_BT)
-    asked_BT = answers.targets_BT != IGNORE_INDEX
-    return F.cross_entropy(model.logits(hidden_BTC[asked_BT]), answers.targets_BT[asked_BT])

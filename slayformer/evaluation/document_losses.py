@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from slayformer.errors import UserError
+from slayformer.training.objective import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from slayformer.data.loader import Batch
     from slayformer.data.shards import TokenStream
+
+DocumentOf = Callable[[Sequence[int], "Batch"], np.ndarray]
 
 FILE = "validation_losses.safetensors"
 
@@ -60,30 +63,22 @@ def read_document_losses(folder: Path) -> DocumentLosses | None:
 
 
 class DocumentSums:
-    """Sums over the documents of the first `windows` windows of `stream`, one rank's share."""
+    """What each of `count` documents loses, from what `loss.score` tells its `observe`.
 
-    def __init__(
-        self, stream: TokenStream, *, windows: int, context_length: int, end_of_text: int
-    ) -> None:
-        self._end_of_text = end_of_text
-        ends_W = [
-            np.count_nonzero(stream.read(window * context_length, context_length) == end_of_text)
-            for window in range(windows)
-        ]
-        # documents that ended before each window, and in all of them
-        self._ended_W = np.concatenate([[0], np.cumsum(ends_W, dtype=np.int64)])
-        self._nats_D = np.zeros(self._ended_W[-1] + 1)
-        self._tokens_D = np.zeros(self._ended_W[-1] + 1)
+    `document_of(windows, batch)` gives the document of every target of `batch`, [B, T] from 0.
+    """
 
-    def add(self, windows: Sequence[int], batch: Batch, nats_BT: Tensor) -> None:
-        """Add the nats of the targets of `batch`, which holds `windows`."""
-        ends_BT = batch.ids_BT.numpy() == self._end_of_text
-        # an end-of-text belongs to the document it ends; what it predicts begins the next
-        document_BT = self._ended_W[list(windows), None] + ends_BT.cumsum(axis=1)
-        document, count = document_BT.ravel(), len(self._nats_D)
-        nats = nats_BT.detach().double().cpu().numpy().ravel()
-        self._nats_D += np.bincount(document, nats, minlength=count)
-        self._tokens_D += np.bincount(document, minlength=count)
+    def __init__(self, document_of: DocumentOf, count: int) -> None:
+        self._document_of = document_of
+        self._nats_D, self._tokens_D = np.zeros(count), np.zeros(count)
+
+    def add(self, windows: Sequence[int], batch: Batch, own: slice, nats_BT: Tensor) -> None:
+        """Add the nats of the stretch `own` of every sample of `batch`, which holds `windows`."""
+        scored_BT = batch.targets_BT[:, own].numpy() != IGNORE_INDEX
+        document_N = self._document_of(windows, batch)[:, own][scored_BT]
+        nats_N = nats_BT.detach().double().cpu().numpy()[scored_BT]
+        self._nats_D += np.bincount(document_N, nats_N, minlength=len(self._nats_D))
+        self._tokens_D += np.bincount(document_N, minlength=len(self._nats_D))
 
     def over_ranks(self) -> DocumentLosses:
         """Return the losses of all ranks together, the same on each; every rank has to call it."""
@@ -95,3 +90,22 @@ class DocumentSums:
         nats_D, tokens_D = sum_over_ranks(torch.from_numpy(both)).numpy()
         scored = tokens_D > 0
         return DocumentLosses(nats_D[scored], tokens_D[scored].astype(np.int64))
+
+
+def sums_of_validation(
+    stream: TokenStream, *, windows: int, context_length: int, end_of_text: int
+) -> DocumentSums:
+    """Return sums over the documents of the first `windows` windows of `stream`."""
+    ends_W = [
+        np.count_nonzero(stream.read(window * context_length, context_length) == end_of_text)
+        for window in range(windows)
+    ]
+    # documents that ended before each window, and in all of them
+    ended_W = np.concatenate([[0], np.cumsum(ends_W, dtype=np.int64)])
+
+    def document_of(windows: Sequence[int], batch: Batch) -> np.ndarray:
+        ends_BT = batch.ids_BT.numpy() == end_of_text
+        # an end-of-text belongs to the document it ends; what it predicts begins the next
+        return ended_W[list(windows), None] + ends_BT.cumsum(axis=1)
+
+    return DocumentSums(document_of, ended_W[-1] + 1)

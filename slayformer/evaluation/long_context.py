@@ -155,7 +155,7 @@ def _train(
         model,
         draw,
         updates=config.updates,
-        optimizer_config=config.optimizer,
+        optimizer=config.optimizer,
         schedule=config.schedule,
         metrics=directory / f"{attention.name}.jsonl",
         title=attention.name,

@@ -17,7 +17,7 @@ from slayformer.evaluation.perplexity_table import print_results
 from slayformer.evaluation.progress import progress_bar
 from slayformer.evaluation.scored_model import ScoredModel, extend_context, load_scored_model
 from slayformer.evaluation.scored_text import named_text, validation_text
-from slayformer.evaluation.windows import DocumentSums, Text, TextWindows, standard_error
+from slayformer.evaluation.windows import Text, TextWindows, standard_error
 from slayformer.training import distributed
 from slayformer.training.objective import LanguageModelObjective
 
@@ -85,7 +85,7 @@ def _score(config: EvalConfig, scored: ScoredModel, text: Text) -> dict[str, Any
         stride=config.stride,
         isolate_documents=scored.isolate_documents,
     )
-    documents = DocumentSums(text, windows)
+    documents = windows.document_sums()
     start = time.perf_counter()
     with progress_bar() as progress:
         task = progress.add_task(f"scoring {windows.windows:,} windows", total=windows.windows)
@@ -100,7 +100,7 @@ def _score(config: EvalConfig, scored: ScoredModel, text: Text) -> dict[str, Any
         )
     seconds = time.perf_counter() - start
     words = distributed.run_on_main(lambda: text.words(scored.tokenizer))
-    nats_D, tokens_D = documents.totals()
+    losses = documents.over_ranks()
     return {
         "checkpoint": str(scored.path),
         "mechanism": scored.mechanism,
@@ -112,8 +112,8 @@ def _score(config: EvalConfig, scored: ScoredModel, text: Text) -> dict[str, Any
         "isolate_documents": scored.isolate_documents,
         "tokenizer": scored.tokenizer.identity,
         **_measures(totals, words),
-        "standard_error": standard_error(nats_D, tokens_D),
-        "documents": len(nats_D),
+        "standard_error": standard_error(losses),
+        "documents": len(losses.nats_D),
         "loss_by_position": totals.by_position(),
         "seconds": seconds,
     }

@@ -22,6 +22,7 @@ from slayformer.evaluation.answers import Answers, train_on_answers
 from slayformer.model.gpt2 import GPT2
 from slayformer.training.objective import IGNORE_INDEX
 from slayformer.training.run_directory import write_json
+from slayformer.training.small import count_right
 
 # training, evaluation and weights draw apart from one another
 EVALUATION_SEED = 2**31 - 1
@@ -106,7 +107,7 @@ def _train(config: RecallConfig, directory: Path, console: Console) -> GPT2:
         model,
         draw,
         updates=config.updates,
-        optimizer_config=config.optimizer,
+        optimizer=config.optimizer,
         schedule=config.schedule,
         metrics=directory / "metrics.jsonl",
         title=config.attention.name,

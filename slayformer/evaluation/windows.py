@@ -12,13 +12,12 @@ from functools import cached_property
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from slayformer.data.loader import Batch, document_positions
 from slayformer.data.shards import TokenStream
 from slayformer.data.tokenizer import Tokenizer
 from slayformer.errors import DataError
-from slayformer.training.distributed import sum_over_ranks
+from slayformer.evaluation.document_losses import DocumentLosses, DocumentSums
 from slayformer.training.objective import IGNORE_INDEX
 
 READ_TOKENS = 1 << 20
@@ -98,16 +97,21 @@ class TextWindows:
         scored_BT = (place_BT >= first_B[:, None]) & (place_BT < text.tokens)
         ids_BT = tokens[:, :-1].copy()
         targets_BT = np.where(scored_BT, tokens[:, 1:], IGNORE_INDEX)
-        documents: tuple[Tensor, ...] = ()
+        documents: tuple[torch.Tensor, ...] = ()
         if self._isolate_documents:
             pair = document_positions(ids_BT, text.end_of_text)
             documents = tuple(torch.from_numpy(array) for array in pair)
         return Batch(torch.from_numpy(ids_BT), torch.from_numpy(targets_BT), *documents)
 
-    def documents(self, sample_indices: Sequence[int]) -> Tensor:
-        """Return which document of the text, from 0, each target of these windows is in, [B, T]."""
-        place_BT = self._places(self._begin(sample_indices))
-        return torch.from_numpy(np.searchsorted(self._text.ends, place_BT))
+    def document_sums(self) -> DocumentSums:
+        """Return sums over the documents of the text, for what these windows score."""
+
+        def document_of(sample_indices: Sequence[int], batch: Batch) -> np.ndarray:
+            place_BT = self._places(self._begin(sample_indices))
+            return np.searchsorted(self._text.ends, place_BT)
+
+        # the last document may have no end here
+        return DocumentSums(document_of, len(self._text.ends) + 1)
 
     def _begin(self, sample_indices: Sequence[int]) -> np.ndarray:
         return np.minimum(np.asarray(sample_indices) * self._stride, self._latest)
@@ -117,36 +121,16 @@ class TextWindows:
         return begin_B[:, None] + 1 + np.arange(self.context_length)
 
 
-class DocumentSums:
-    """Nats and tokens of each document, from what `loss.score` tells its `observe`."""
-
-    def __init__(self, text: Text, windows: TextWindows) -> None:
-        self._windows = windows
-        # the last document may have no end here
-        self._sums = torch.zeros(2, len(text.ends) + 1, dtype=torch.float64)
-
-    def add(self, sample_indices: Sequence[int], batch: Batch, nats_BT: Tensor) -> None:
-        """Add what these windows have scored."""
-        scored_BT = batch.targets_BT != IGNORE_INDEX
-        document_N = self._windows.documents(sample_indices)[scored_BT]
-        self._sums[0].index_add_(0, document_N, nats_BT[scored_BT])
-        self._sums[1].index_add_(0, document_N, torch.ones_like(nats_BT[scored_BT]))
-
-    def totals(self) -> tuple[Tensor, Tensor]:
-        """Return (nats, tokens) of each document with a scored token, over all ranks, fp64."""
-        nats_D, tokens_D = sum_over_ranks(self._sums)
-        return nats_D[tokens_D > 0], tokens_D[tokens_D > 0]
-
-
-def standard_error(nats_D: Tensor, tokens_D: Tensor) -> float | None:
+def standard_error(losses: DocumentLosses) -> float | None:
     """Return the standard error of the mean loss per token, documents being what was drawn.
 
     Tokens of a document are alike, so the mean over all tokens is a ratio of two means over
     documents (Cochran, 1977, "Sampling techniques", section 6.4): for documents of one length it
     is their losses' standard deviation over √D. None for a single document.
     """
+    nats_D, tokens_D = losses.nats_D, losses.tokens_D
     count = len(nats_D)
     if count < 2:
         return None
     rest_D = nats_D - nats_D.sum() / tokens_D.sum() * tokens_D
-    return math.sqrt(count / (count - 1) * rest_D.square().sum().item()) / tokens_D.sum().item()
+    return math.sqrt(count / (count - 1) * np.square(rest_D).sum()) / float(tokens_D.sum())

@@ -16,7 +16,7 @@ from slayformer.attention.context_parallel import check_context_parallel
 from slayformer.config import TrainConfig
 from slayformer.data.tokenizer import vocabulary_size
 from slayformer.errors import UserError
-from slayformer.evaluation.document_losses import DocumentSums
+from slayformer.evaluation.document_losses import sums_of_validation
 from slayformer.evaluation.loss import LossTotals, score
 from slayformer.model.gpt2 import GPT2
 from slayformer.registry import attention_entry
@@ -252,7 +252,7 @@ class Training:
         """
         documents = None
         if self.update == self.plan.updates:
-            documents = DocumentSums(
+            documents = sums_of_validation(
                 self.inputs.data.validation,
                 windows=self.inputs.windows,
                 context_length=self.plan.context_length,

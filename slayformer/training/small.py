@@ -47,9 +47,12 @@ def train_small(
         told(update + 1, value.item())
 
 
-def answer_loss(model: Any, ids_BT: Tensor, targets_BT: Tensor) -> Tensor:
-    """Return the mean cross entropy of the answers in nats; none is asked for at IGNORE_INDEX."""
-    hidden_BTC, _ = model(ids_BT)
+def answer_loss(model: Any, ids_BT: Tensor, targets_BT: Tensor, **inputs: Any) -> Tensor:
+    """Return the mean cross entropy of the answers in nats; none is asked for at IGNORE_INDEX.
+
+    `inputs` are more arguments of the model.
+    """
+    hidden_BTC, _ = model(ids_BT, **inputs)
     asked_BT = targets_BT != IGNORE_INDEX
     return F.cross_entropy(model.logits(hidden_BTC[asked_BT]), targets_BT[asked_BT])
 

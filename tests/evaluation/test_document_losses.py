@@ -17,8 +17,8 @@ from slayformer.errors import UserError
 from slayformer.evaluation.document_losses import (
     FILE,
     DocumentLosses,
-    DocumentSums,
     read_document_losses,
+    sums_of_validation,
 )
 from slayformer.evaluation.loss import score
 
@@ -42,7 +42,9 @@ def test_sums_are_those_of_each_token(context_length: int, batch_samples: int) -
     stream = TokenStream([ids[:13], ids[13:]])
     loader = WindowLoader(stream, context_length=context_length, seed=None, end_of_text=END)
     windows = min(loader.windows, 40 // context_length)
-    sums = DocumentSums(stream, windows=windows, context_length=context_length, end_of_text=END)
+    sums = sums_of_validation(
+        stream, windows=windows, context_length=context_length, end_of_text=END
+    )
     totals = score(
         KnownNats(),
         loader,
@@ -81,8 +83,8 @@ def test_a_file_holds_all_digits(tmp_path: Path) -> None:
 def test_bfloat16_losses_are_summed_in_double() -> None:
     stream = TokenStream([np.array([1] * 3001 + [END], dtype=np.uint32)])
     loader = WindowLoader(stream, context_length=1000, seed=None, end_of_text=END)
-    sums = DocumentSums(stream, windows=3, context_length=1000, end_of_text=END)
+    sums = sums_of_validation(stream, windows=3, context_length=1000, end_of_text=END)
     for window in range(3):
         nats_BT = torch.full((1, 1000), 1.0078125, dtype=torch.bfloat16)
-        sums.add([window], loader.batch([window]), nats_BT)
+        sums.add([window], loader.batch([window]), slice(0, 1000), nats_BT)
     assert sums.over_ranks().nats_D.tolist() == [3000 * 1.0078125]

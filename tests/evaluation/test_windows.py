@@ -14,8 +14,9 @@ from slayformer.config import TokenizerConfig
 from slayformer.data.shards import TokenStream
 from slayformer.data.tokenizer import build_tokenizer
 from slayformer.errors import DataError
+from slayformer.evaluation.document_losses import DocumentLosses
 from slayformer.evaluation.loss import LossTotals, perplexity, score
-from slayformer.evaluation.windows import DocumentSums, Text, TextWindows, standard_error
+from slayformer.evaluation.windows import Text, TextWindows, standard_error
 from slayformer.training.objective import IGNORE_INDEX
 
 END_OF_TEXT = 256
@@ -139,7 +140,7 @@ def test_documents_own_what_was_scored_in_them() -> None:
     nats[[1, 2, 3, END_OF_TEXT]] = torch.tensor([1.0, 2.0, 3.0, 10.0], dtype=torch.float64)
     for context_length, stride in [(3, None), (3, 2), (100, None)]:
         windows = windows_of(ids, context_length, stride)
-        documents = DocumentSums(text_of(ids), windows)
+        documents = windows.document_sums()
         score(
             KnownLosses(nats),
             windows,
@@ -148,17 +149,17 @@ def test_documents_own_what_was_scored_in_them() -> None:
             byte_lengths=np.ones(257, dtype=np.int64),
             observe=documents.add,
         )
-        nats_D, tokens_D = documents.totals()
-        assert nats_D.tolist() == [11.0, 14.0, 10.0, 3.0]
-        assert tokens_D.tolist() == [2.0, 3.0, 1.0, 1.0]
+        found = documents.over_ranks()
+        assert found.nats_D.tolist() == [11.0, 14.0, 10.0, 3.0]
+        assert found.tokens_D.tolist() == [2, 3, 1, 1]
 
 
 def test_standard_error_of_equal_documents_is_the_textbooks() -> None:
     losses = np.random.default_rng(1).normal(3, 0.5, size=40)
-    nats_D, tokens_D = torch.from_numpy(losses * 7), torch.full((40,), 7.0, dtype=torch.float64)
+    lengths = np.full(40, 7)
     wanted = losses.std(ddof=1) / math.sqrt(40)
-    assert standard_error(nats_D, tokens_D) == pytest.approx(wanted)
-    assert standard_error(nats_D[:1], tokens_D[:1]) is None
+    assert standard_error(DocumentLosses(losses * 7, lengths)) == pytest.approx(wanted)
+    assert standard_error(DocumentLosses(losses[:1], lengths[:1])) is None
 
 
 def test_standard_error_is_the_spread_of_the_loss_over_drawn_documents() -> None:
@@ -167,7 +168,8 @@ def test_standard_error_is_the_spread_of_the_loss_over_drawn_documents() -> None
     tokens = draws.integers(5, 500, size=(3000, 60)).astype(np.float64)
     nats = tokens * (draws.normal(4, 0.5, size=tokens.shape) - tokens / 500)
     spread = (nats.sum(1) / tokens.sum(1)).std(ddof=1)
-    told = np.mean([standard_error(*map(torch.from_numpy, pair)) for pair in zip(nats, tokens)])  # noqa: B905
+    drawn = (DocumentLosses(*pair) for pair in zip(nats, tokens, strict=True))
+    told = np.mean([standard_error(losses) for losses in drawn])
     assert told == pytest.approx(spread, rel=0.05)
 
 
