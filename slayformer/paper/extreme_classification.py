@@ -118,13 +118,13 @@ def measure(
         options, own, scores = load_preset(mechanism), replace(settings, encoder=encoder), []
         for seed in seeds:
 
-            def told(part: float, done: int = done) -> None:
+            def advance(part: float, done: int = done) -> None:
                 progress((done + part) / total)
 
             result = _kept(
                 directory / f"{mechanism}-{encoder}-seed{seed}.json",
                 {"data": digest, "attention": to_plain(options), "settings": to_plain(own)},
-                partial(train_and_score, train, test, options, own, seed, told),
+                partial(train_and_score, train, test, options, own, seed, advance),
             )
             done += 1
             scores.append(result["scores"])
