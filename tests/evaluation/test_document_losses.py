@@ -88,3 +88,21 @@ def test_bfloat16_losses_are_summed_in_double() -> None:
         nats_BT = torch.full((1, 1000), 1.0078125, dtype=torch.bfloat16)
         sums.add([window], loader.batch([window]), slice(0, 1000), nats_BT)
     assert sums.over_ranks().nats_D.tolist() == [3000 * 1.0078125]
+
+
+def test_stretches_of_a_window_add_up_to_it() -> None:
+    # documents end within, at the end and at the beginning of a stretch
+    ids = np.array([1, END, 2, 3, END, 4, 5, END, END, 6, 7, 8, 2], dtype=np.uint32)
+    stream = TokenStream([ids])
+    batch = WindowLoader(stream, context_length=6, seed=None, end_of_text=END).batch([0, 1])
+    nats_BT = torch.arange(12, dtype=torch.float64).reshape(2, 6)
+    whole, parts = (
+        sums_of_validation(stream, windows=2, context_length=6, end_of_text=END) for _ in range(2)
+    )
+    whole.add([0, 1], batch, slice(0, 6), nats_BT)
+    for stretch in (slice(0, 2), slice(2, 3), slice(3, 6)):
+        parts.add([0, 1], batch, stretch, nats_BT[:, stretch])
+    expected = [0, 1 + 2 + 3, 4 + 5 + 6, 7, 8 + 9 + 10 + 11]
+    assert whole.over_ranks().nats_D.tolist() == expected
+    assert parts.over_ranks().nats_D.tolist() == expected
+    assert parts.over_ranks().tokens_D.tolist() == [1, 3, 3, 1, 4]
