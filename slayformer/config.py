@@ -295,6 +295,9 @@ class TrainConfig:
     seed: int = seed_number(0)
     # null: runs/<mechanism>-<time>, made new
     run_directory: str | None = None
+    # null: weights drawn from the seed; a checkpoint or run of ours or a Hugging Face folder: its
+    # weights and nothing else, at the start of a new run
+    initial_weights: str | None = None
     # null: start anew; a checkpoint folder; or `auto`: the newest checkpoint in run_directory
     resume: str | None = None
     dry_run: bool = False

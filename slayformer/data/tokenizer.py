@@ -93,6 +93,15 @@ class Tokenizer(ABC):
         lengths[self.end_of_text] = 0
         return lengths
 
+    def written(self) -> dict[str, int]:
+        """Return the id of every token by how a byte-level BPE file writes it."""
+        characters = byte_characters()
+        tokens = (
+            END_OF_TEXT if id == self.end_of_text else "".join(characters[byte] for byte in token)
+            for id, token in enumerate(self._token_bytes)
+        )
+        return {token: id for id, token in enumerate(tokens)}
+
     def describe(self) -> dict[str, Any]:
         """Return name, identity and vocabulary size, as shards and manifests record them."""
         return {

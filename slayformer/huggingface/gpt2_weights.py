@@ -40,10 +40,10 @@ def load_gpt2_weights(model: GPT2, weights: Mapping[str, Tensor]) -> None:
     """
     parameters = dict(model.named_parameters())
     with torch.no_grad():
-        for theirs, ours in _names(model.model.layers).items():
+        for theirs, ours in gpt2_names(model.model.layers).items():
             if theirs not in weights:
                 raise ValueError(f"the weights lack {theirs}")
-            source: Tensor = _turned(ours, weights[theirs])
+            source: Tensor = turned(ours, weights[theirs])
             target: Tensor = parameters[ours]
             if ours == "token_embedding.weight":
                 target = target[: model.vocabulary_size]
@@ -82,15 +82,15 @@ def to_gpt2(model: GPT2) -> GPT2LMHeadModel:
     theirs = GPT2LMHeadModel(config)
     parameters = dict(model.named_parameters())
     with torch.no_grad():
-        for name, ours in _names(shape.layers).items():
-            source = _turned(ours, parameters[ours])
+        for name, ours in gpt2_names(shape.layers).items():
+            source = turned(ours, parameters[ours])
             if ours == "token_embedding.weight":
                 source = source[: model.vocabulary_size]
             theirs.get_parameter(name).copy_(source)
     return theirs.eval()
 
 
-def _names(layers: int) -> dict[str, str]:
+def gpt2_names(layers: int) -> dict[str, str]:
     """Return our name of each of their weights."""
     names = dict(NAMES)
     for layer in range(layers):
@@ -100,7 +100,7 @@ def _names(layers: int) -> dict[str, str]:
     return names
 
 
-def _turned(ours: str, weight: Tensor) -> Tensor:
+def turned(ours: str, weight: Tensor) -> Tensor:
     """Return `weight` as the other side keeps it: their Conv1D has matrices transposed."""
     is_matrix = weight.ndim == 2 and "embedding" not in ours
     return weight.T if is_matrix else weight

@@ -46,7 +46,8 @@ class StopSignal:
 def resume_command(run_directory: Path) -> str:
     """Return the command that goes on with this run, the overrides of this one included."""
     own = sys.argv[1:] if Path(sys.argv[0]).name == "train.py" else []
-    ours = ("resume", "run_directory")
+    # the run remembers what weights it started from
+    ours = ("resume", "run_directory", "initial_weights")
     kept = [a for a in strip_launcher_arguments(own) if a.split("=")[0] not in ours]
     world = distributed.world_size()
     start = ["python"] if world == 1 else ["deepspeed", "--num_accelerators", str(world)]

@@ -6,6 +6,7 @@ import math
 import os
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,14 @@ from slayformer.training.bad_updates import BadUpdates, Fault, poisoned
 from slayformer.training.budget import Plan, make_plan
 from slayformer.training.devices import found_device
 from slayformer.training.engine import TrainingEngine, check_engine
+from slayformer.training.initial_weights import (
+    InitialWeights,
+    check_tokenizer,
+    find_initial_weights,
+    load_initial_weights,
+    recorded_path,
+    write_record,
+)
 from slayformer.training.inputs import Inputs, open_inputs
 from slayformer.training.interruption import StopSignal, resume_command
 from slayformer.training.logging import open_log
@@ -54,6 +63,7 @@ def run(config: TrainConfig) -> Path | None:
     vocabulary = vocabulary_size(config.tokenizer)
     check_context_parallel(config.model, config.attention, config.engine.context_parallel)
     if config.dry_run:
+        find_initial_weights(config, vocabulary)
         plan = make_plan(config, vocabulary, distributed.planned_world_size())
         check_schedule(config.schedule, plan.updates, plan.tokens_at)
         if os.environ.get("RANK", "0") == "0":
@@ -65,10 +75,14 @@ def run(config: TrainConfig) -> Path | None:
     check_trackers(config.logging)
     plan = make_plan(config, vocabulary, distributed.world_size())
     check_schedule(config.schedule, plan.updates, plan.tokens_at)
+    weights = distributed.run_on_main(lambda: find_initial_weights(config, vocabulary))
     inputs = open_inputs(config)
-    start = distributed.run_on_main(lambda: start_run(config, plan, inputs.data.tokenizer))
+    start = distributed.run_on_main(lambda: _start(config, plan, inputs, weights))
+    # what the run started from stays on record however it goes on
+    origin = checkpoint.read_config(start.checkpoint).initial_weights if start.checkpoint else None
+    config = replace(config, initial_weights=origin or recorded_path(config))
     with distributed.shared_sequences(plan.context_parallel):
-        training = Training(config, plan, inputs, start)
+        training = Training(config, plan, inputs, start, weights)
         try:
             with training.log or nullcontext():
                 training.run()
@@ -84,10 +98,26 @@ def run(config: TrainConfig) -> Path | None:
     return start.directory
 
 
+def _start(
+    config: TrainConfig, plan: Plan, inputs: Inputs, weights: InitialWeights | None
+) -> RunStart:
+    tokenizer = inputs.data.tokenizer
+    warning = None if weights is None else check_tokenizer(weights, tokenizer)
+    start = start_run(config, plan, tokenizer)
+    return replace(start, warnings=(*start.warnings, *([warning] if warning else [])))
+
+
 class Training:
     """A run under way. `update` counts the updates done, and so is the index of the next one."""
 
-    def __init__(self, config: TrainConfig, plan: Plan, inputs: Inputs, start: RunStart) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        plan: Plan,
+        inputs: Inputs,
+        start: RunStart,
+        weights: InitialWeights | None,
+    ) -> None:
         self.config, self.plan, self.inputs = config, plan, inputs
         self.directory = start.directory
         state = checkpoint.read_state(start.checkpoint) if start.checkpoint else {}
@@ -111,6 +141,7 @@ class Training:
         )
         if start.checkpoint is not None:
             checkpoint.load_weights(start.checkpoint, model)
+        told = [] if weights is None else load_initial_weights(weights, model)
         objective = LanguageModelObjective(
             model,
             config.engine.precision,
@@ -130,6 +161,10 @@ class Training:
                 self.engine.loss_scale.state = state["loss_scale"]
         distributed.run_on_main(lambda: write_records(start.directory, config, plan))
         self.log = open_log(config, plan, inputs, start, state) if distributed.is_main() else None
+        if weights is not None and self.log is not None:
+            write_record(start.directory, weights)
+            for line in told:
+                self.log.say(line)
 
     def run(self) -> None:
         """Do the updates that are left, then validate, save and sum up; or stop when asked to."""

@@ -77,6 +77,7 @@ def with_absolute_paths(config: TrainConfig) -> TrainConfig:
             validation_source=None if separate is None else local(separate),
             cache_directory=absolute(data.cache_directory),
         ),
+        initial_weights=config.initial_weights and absolute(config.initial_weights),
         resume=config.resume if config.resume in (None, "auto") else absolute(config.resume),
         run_directory=None if config.run_directory is None else absolute(config.run_directory),
     )
@@ -132,6 +133,11 @@ def check_fits(path: Path, config: TrainConfig, plan: Plan, tokenizer: Tokenizer
             before, now = ({**options, "backend": None} for options in (before, now))
         if before != now:
             raise CheckpointError(f"{path} was saved with {field}={before}, which is not {now}")
+    if asked["initial_weights"] not in (None, saved["initial_weights"]):
+        raise CheckpointError(
+            f"{path} started from initial_weights={saved['initial_weights']}, which is not "
+            f"{asked['initial_weights']}; leave it out to go on"
+        )
     if state["tokenizer"] != tokenizer.identity:
         raise CheckpointError(f"{path} was saved with a {tokenizer.name} tokenizer of other text")
     update, samples = state["update"], state["samples"]
@@ -145,7 +151,7 @@ def check_fits(path: Path, config: TrainConfig, plan: Plan, tokenizer: Tokenizer
 def changed_settings(path: Path, config: TrainConfig) -> list[str]:
     """Return `field before -> now` for what `config` has changed since checkpoint `path`."""
     before, now = _flat(to_plain(read_config(path))), _flat(to_plain(config))
-    ignored = {"run_directory", "resume", "dry_run"}
+    ignored = {"run_directory", "resume", "dry_run", "initial_weights"}
     return [
         f"{field} {before.get(field)} -> {now.get(field)}"
         for field in sorted(before.keys() | now.keys())
