@@ -221,6 +221,8 @@ class EngineConfig:
     offload_optimizer: bool = False
     # more settings of DeepSpeed's configuration file, such as {zero_optimization: {...}}
     deepspeed: dict[str, Any] | None = None
+    # end the run, and say which ranks did not come, once the others have waited so long
+    timeout_seconds: float = positive(1800.0)
     # for the hours in the plan: A100, H100, … (null: the device found), and the share of its peak
     planned_device: str | None = None
     planned_utilisation: float = share(0.4)

@@ -17,12 +17,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slayformer.errors import UserError
+from slayformer.training.watch import mark
 
 Value = TypeVar("Value")
 
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # rank 0 may prepare a large corpus while the others wait for it
 CONTROL_TIMEOUT = timedelta(days=7)
+# a collective that fails by itself does so after the watch has had its chance to name the rank
+AFTER_THE_WATCH_S = 60
 
 _control_group: dist.ProcessGroup | None = None
 # how many consecutive ranks hold a sequence together, and their groups by that number
@@ -40,11 +43,14 @@ def planned_world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def initialize() -> None:
+def initialize(timeout_s: float = 1800) -> None:
     """Join the process group of the launcher, or form one of this process alone. Idempotent.
 
-    Tensors of the training go over nccl between GPUs and gloo between CPUs. Objects, sums and
-    barriers of this module go over a gloo group of their own, which waits long.
+    Tensors of the training go over nccl between GPUs and gloo between CPUs, and fail a minute after
+    `timeout_s`. Objects, sums and barriers of this module go over a gloo group of their own, which
+    waits long.
+
+    Raises UserError if not all processes come.
     """
     global _control_group
     if _control_group is not None:
@@ -54,7 +60,14 @@ def initialize() -> None:
         if launched():
             device()
             _share_cores()
-            dist.init_process_group(backend)
+            timeout = timedelta(seconds=timeout_s + AFTER_THE_WATCH_S)
+            try:
+                dist.init_process_group(backend, timeout=timeout)
+            except dist.DistStoreError as error:
+                raise UserError(
+                    f"not all of the {planned_world_size()} processes came within "
+                    f"{timeout.total_seconds():g} s: {error}"
+                ) from error
         else:
             # deepspeed reads these; a store in memory needs no port
             os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
@@ -152,12 +165,14 @@ def data_world_size() -> int:
 
 def barrier() -> None:
     """Wait until every process is here."""
+    mark()
     if world_size() > 1:
         dist.barrier(group=_control_group)
 
 
 def broadcast_object(value: Value) -> Value:
     """Return rank 0's `value` on every rank."""
+    mark()
     if world_size() == 1:
         return value
     box = [value]
@@ -167,6 +182,7 @@ def broadcast_object(value: Value) -> Value:
 
 def gather_objects(value: Value) -> list[Value]:
     """Return every rank's `value`, in the order of the ranks, on every rank."""
+    mark()
     if world_size() == 1:
         return [value]
     values: list[Any] = [None] * world_size()
@@ -181,6 +197,11 @@ LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", 
 def lost_another(error: RuntimeError) -> bool:
     """Return whether `error` means that another process of the run has died."""
     return world_size() > 1 and any(sign in str(error) for sign in LOST)
+
+
+def timed_out(error: RuntimeError) -> bool:
+    """Return whether `error` means that a collective of the training has waited too long."""
+    return world_size() > 1 and "imed out" in str(error)
 
 
 def run_on_main(function: Callable[[], Value]) -> Value:
@@ -227,6 +248,7 @@ def _from_message(told: ErrorMessage | str) -> BaseException:
 
 def sum_over_ranks(values: Tensor) -> Tensor:
     """Return the sum of `values` over all ranks, a new tensor on their device."""
+    mark()
     total = values.detach().cpu().clone()
     if world_size() > 1:
         dist.all_reduce(total, group=_control_group)

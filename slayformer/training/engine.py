@@ -39,7 +39,7 @@ class TrainingEngine:
     """
 
     def __init__(self, objective: LanguageModelObjective, config: TrainConfig) -> None:
-        distributed.initialize()
+        distributed.initialize(config.engine.timeout_seconds)
         self.device = distributed.device()
         check_engine(config.engine, self.device)
         self.objective = objective.to(self.device)

@@ -51,6 +51,7 @@ from slayformer.training.run_directory import (
 from slayformer.training.sample import write_sample
 from slayformer.training.schedule import check_schedule, learning_rate
 from slayformer.training.trackers import check_trackers
+from slayformer.training.watch import watched
 
 
 def run(config: TrainConfig) -> Path | None:
@@ -70,7 +71,7 @@ def run(config: TrainConfig) -> Path | None:
             note = "" if "WORLD_SIZE" in os.environ else " (WORLD_SIZE is not set: planned for one)"
             print_plan(Console(), plan, config, vocabulary, note)
         return None
-    distributed.initialize()
+    distributed.initialize(config.engine.timeout_seconds)
     check_engine(config.engine, distributed.device())
     check_trackers(config.logging)
     plan = make_plan(config, vocabulary, distributed.world_size())
@@ -81,18 +82,20 @@ def run(config: TrainConfig) -> Path | None:
     # what the run started from stays on record however it goes on
     origin = checkpoint.read_config(start.checkpoint).initial_weights if start.checkpoint else None
     config = replace(config, initial_weights=origin or recorded_path(config))
+    advice = f"go on from the newest checkpoint with: {resume_command(start.directory)}"
     with distributed.shared_sequences(plan.context_parallel):
         training = Training(config, plan, inputs, start, weights)
         try:
-            with training.log or nullcontext():
+            with training.log or nullcontext(), watched(config.engine.timeout_seconds, advice):
                 training.run()
         except RuntimeError as error:
-            if not distributed.lost_another(error):
+            if distributed.lost_another(error):
+                what = "another process of this run has died, and its own output says why"
+            elif distributed.timed_out(error):
+                what = "the processes are alive but no longer reach one another (network?)"
+            else:
                 raise
-            raise UserError(
-                f"another process of this run has died, and its own output says why; go on from "
-                f"the newest checkpoint with: {resume_command(start.directory)}"
-            ) from error
+            raise UserError(f"{what}; {advice}") from error
         finally:
             training.engine.close()
     return start.directory

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import torch
 
 from slayformer.training.devices import Device
+from slayformer.training.watch import mark
 
 # what an update consists of; validation and saving come between updates
 UPDATE_PARTS = ("data", "forward_backward", "optimizer")
@@ -43,6 +44,7 @@ class Meter:
     @contextmanager
     def part(self, name: str, wait: bool = False) -> Iterator[None]:
         """Count the time inside as part `name`; `wait`: with all that the GPU was given to do."""
+        mark()
         start = time.perf_counter()
         try:
             yield

@@ -114,6 +114,27 @@ def test_a_killed_rank_ends_the_others(launch: Any, start_ranks: Any, tmp_path: 
     assert "Traceback" not in told
 
 
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_stopped_rank_is_named_by_the_other(
+    tiny: list[str], start_ranks: Any, tmp_path: Path, stopped: int
+) -> None:
+    run = tmp_path / "run"
+    long = ["batch.samples_per_update=8", "budget=updates", "budget.updates=100000"]
+    overrides = [*tiny, *long, "engine.timeout_seconds=4", f"run_directory={run}"]
+    processes = start_ranks(overrides, 2)
+    wait_for_updates(run, 3, processes)
+    processes[stopped].send_signal(signal.SIGSTOP)
+    waiting = processes[1 - stopped]
+    told = waiting.communicate(timeout=LAUNCH_SECONDS)[0]
+    assert waiting.returncode == 2
+    (error,) = [line for line in told.splitlines() if "error" in line]
+    assert f"waited 4 s (engine.timeout_seconds) in vain for rank {stopped} (" in error
+    assert re.search(rf"resume=auto run_directory={run}$", error)
+    assert "Traceback" not in told
+    # still stopped: nobody else ended it
+    assert processes[stopped].poll() is None
+
+
 def test_full_disk_keeps_the_earlier_checkpoint_on_all_ranks(
     launch: Any, start_ranks: Any, tmp_path: Path
 ) -> None:
