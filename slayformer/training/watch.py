@@ -21,6 +21,8 @@ Value = TypeVar("Value")
 
 EXIT_HUNG = 2
 LONGEST_INTERVAL_S = 5.0
+# a process alive says so within this time, on a busy machine too
+SIGN_OF_LIFE_S = 10.0
 # so that rank 0 speaks first
 OTHER_RANKS_WAIT_S = 5
 FINISHED = "finished"
@@ -63,7 +65,7 @@ class _Watch(threading.Thread):
         # a connection of its own, for the first may be waiting in a collective
         store: Any = dist.distributed_c10d._get_default_store()
         self._store = dist.PrefixStore("slayformer/watch", store.clone())
-        self._store.set_timeout(timedelta(seconds=self._interval_s))
+        self._store.set_timeout(timedelta(seconds=SIGN_OF_LIFE_S))
         self._beats = 0
         self._finished = threading.Event()
 
@@ -83,10 +85,12 @@ class _Watch(threading.Thread):
 
     def _missing(self) -> list[str]:
         """Return who has not arrived, in words; nobody if all are where this process is."""
+        here = _passed
         before = self._answer(self._read)
-        # long enough for everybody alive to write again
-        self._finished.wait(2 * self._interval_s)
+        self._finished.wait(SIGN_OF_LIFE_S)
         after = self._answer(self._read)
+        if here != _passed:
+            return []
         if before is None or after is None:
             return ["rank 0 (its store does not answer: it is stopped or its machine is gone)"]
         passed = [None if told == FINISHED else int(told.split()[0]) for told in after]
@@ -97,7 +101,7 @@ class _Watch(threading.Thread):
                 continue
             if after[rank] == before[rank]:
                 missing.append(f"rank {rank} (no sign of life: stopped, or its machine is gone)")
-            elif count < furthest and count <= _passed:
+            elif count < furthest and count <= here:
                 missing.append(f"rank {rank} (alive, but {furthest - count} steps behind)")
         return missing
 
@@ -125,7 +129,7 @@ class _Watch(threading.Thread):
         # the store may wait for ever where its process is stopped
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
-        thread.join(2 * self._interval_s)
+        thread.join(SIGN_OF_LIFE_S)
         return box[0] if box else None
 
     def _end(self, missing: list[str]) -> None:

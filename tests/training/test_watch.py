@@ -1,0 +1,67 @@
+"""The watch between two real processes: who is late is named, who works long is left alone."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKER = """
+import sys, time
+from slayformer.training import distributed
+from slayformer.training.watch import mark, watched
+distributed.initialize()
+with watched(1.0, "try again"):
+    # longer than the time-out, on both alike: nobody waits for anybody
+    mark()
+    time.sleep(3)
+    distributed.barrier()
+    if sys.argv[1] == "late":
+        if distributed.rank() == 1:
+            time.sleep(60)
+        distributed.barrier()
+# who is done keeps nobody waiting
+if distributed.rank() == 0:
+    time.sleep(4)
+print("done")
+"""
+
+
+@pytest.mark.slow
+def test_late_ranks_are_named_and_long_work_is_no_hang() -> None:
+    for case in ("in time", "late"):
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            port = listener.getsockname()[1]
+        processes = []
+        for rank in "01":
+            variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"}
+            variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            variables |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-c", WORKER, case],
+                    env={**os.environ, **variables},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+        try:
+            out, err = processes[0].communicate(timeout=50)
+            if case == "in time":
+                assert (processes[0].returncode, out) == (0, "done\n"), err
+                assert processes[1].communicate(timeout=50)[0] == "done\n"
+            else:
+                assert processes[0].returncode == 2
+                (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
+                assert "in vain for rank 1 (alive, but 1 steps behind); try again" in line
+        finally:
+            for process in processes:
+                process.kill()
+                process.communicate()
