@@ -219,6 +219,10 @@ class EngineConfig:
     precision: str = one_of("fp32", "bf16", "fp16")
     # AdamW and its states on the CPU while the weights are on a GPU; from ZeRO stage 1 on
     offload_optimizer: bool = False
+    # compute activations again in the backward pass: of every block, or of its attention half
+    activation_checkpointing: str = one_of("none", "block", "attention", default="none")
+    # compile the blocks with torch.compile
+    compile: bool = False
     # more settings of DeepSpeed's configuration file, such as {zero_optimization: {...}}
     deepspeed: dict[str, Any] | None = None
     # end the run, and say which ranks did not come, once the others have waited so long

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from slayformer.attention.base import generator
 from slayformer.attention.context_parallel import Stretch, attend, convolve, make_stretch
 from slayformer.config import ModelConfig
+from slayformer.model.recompute import call
 from slayformer.model.short_convolution import ConvolutionState, ShortConvolution
 from slayformer.registry import build_attention
 
@@ -67,6 +68,8 @@ class Block(nn.Module):
         self.mlp_input = nn.Linear(model.width, model.mlp_ratio * model.width)
         self.mlp_output = nn.Linear(model.mlp_ratio * model.width, model.width)
         self.dropout = nn.Dropout(model.dropout)
+        # whether the backward pass computes the half with the attention again
+        self.recompute_half = False
 
     def init_state(self, batch_size: int, device: torch.device) -> BlockState:
         """Return the state before the first token."""
@@ -84,6 +87,22 @@ class Block(nn.Module):
         stretch: Stretch | None,
     ) -> tuple[Tensor, BlockState | None]:
         """Return (the block's output, its new state or None if `state` is None)."""
+        x_BTC, attention, convolution = call(
+            self._attend, x_BTC, mask, document_ids, state, stretch, recompute=self.recompute_half
+        )
+        hidden = F.gelu(self.mlp_input(self.mlp_norm(x_BTC)), approximate="tanh")
+        x_BTC = x_BTC + self.dropout(self.mlp_output(hidden))
+        return x_BTC, None if state is None else BlockState(attention, convolution)
+
+    def _attend(
+        self,
+        x_BTC: Tensor,
+        mask: Tensor | None,
+        document_ids: Tensor | None,
+        state: BlockState | None,
+        stretch: Stretch | None,
+    ) -> tuple[Tensor, Any, ConvolutionState | None]:
+        """Return x + attention(norm(x)), and the new states of attention and convolution."""
         batch_size, length, width = x_BTC.shape
         before = state or BlockState(None, None)
         qkv = self.query_key_value(self.attention_norm(x_BTC))
@@ -104,10 +123,7 @@ class Block(nn.Module):
                 q_BHTD, k_BHTD, v_BHTD, mask=mask, document_ids=document_ids, state=before.attention
             )
         y_BTC = y_BHTD.transpose(1, 2).reshape(batch_size, length, width)
-        x_BTC = x_BTC + self.dropout(self.attention_output(y_BTC))
-        hidden = F.gelu(self.mlp_input(self.mlp_norm(x_BTC)), approximate="tanh")
-        x_BTC = x_BTC + self.dropout(self.mlp_output(hidden))
-        return x_BTC, None if state is None else BlockState(attention, convolution)
+        return x_BTC + self.dropout(self.attention_output(y_BTC)), attention, convolution
 
 
 class GPT2(nn.Module):
@@ -130,7 +146,14 @@ class GPT2(nn.Module):
             for layer in range(model.layers)
         )
         self.final_norm = nn.LayerNorm(model.width)
+        self._recompute_blocks = False
         self._initialise(seed)
+
+    def recompute(self, what: str) -> None:
+        """Let the backward pass compute again: `none`, every `block`, or its `attention` half."""
+        self._recompute_blocks = what == "block"
+        for block in self.blocks:
+            block.recompute_half = what == "attention"  # type: ignore[assignment]
 
     @torch.no_grad()
     def _initialise(self, seed: int) -> None:
@@ -236,7 +259,10 @@ class GPT2(nn.Module):
         layer_states: list[Any] = [None] * len(self.blocks) if states is None else states.layers
         new_states = []
         for block, state in zip(self.blocks, layer_states, strict=True):
-            x_BTC, new_state = block(x_BTC, mask_BT, document_ids_BT, state, stretch)
+            x_BTC, new_state = call(
+                *(block, x_BTC, mask_BT, document_ids_BT, state, stretch),
+                recompute=self._recompute_blocks,
+            )
             new_states.append(new_state)
         hidden_BTC = self.final_norm(x_BTC)
         if states is None:

@@ -71,3 +71,15 @@ def check_offload(offload: bool, device: torch.device) -> None:
     if offload and device.type == "cpu":
         hint = "there is no GPU whose memory it could spare: AdamW is on the CPU already"
         raise ConfigError("engine.offload_optimizer", offload, hint)
+
+
+def check_compiler(device: torch.device) -> None:
+    """Raise ConfigError if torch.compile cannot compile for `device`, which a small sum tells."""
+    try:
+        torch.compile(lambda x: x + 1)(torch.zeros(8, device=device))
+    # whatever it is that is missing, each in its own way
+    except Exception as error:
+        needed = "triton and a C compiler" if device.type == "cuda" else "a C++ compiler"
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        hint = f"torch.compile does not work here ({reason}); it needs {needed}: install g++ or "
+        raise ConfigError("engine.compile", True, f"{hint}set CXX, or use false") from error

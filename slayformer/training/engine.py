@@ -20,7 +20,7 @@ from torch import Tensor
 from slayformer.config import EngineConfig, TrainConfig
 from slayformer.data.loader import Batch
 from slayformer.training import distributed
-from slayformer.training.devices import check_offload, check_precision
+from slayformer.training.devices import check_compiler, check_offload, check_precision
 from slayformer.training.loss_scale import LossScale
 from slayformer.training.memory import REDUCE_BUCKET_ELEMENTS
 from slayformer.training.objective import LanguageModelObjective
@@ -46,6 +46,7 @@ class TrainingEngine:
         self.zero_stage = config.engine.zero_stage
         self._clipping = config.optimizer.gradient_clipping
         self.loss_scale = LossScale() if config.engine.precision == "fp16" else None
+        objective.model.recompute(config.engine.activation_checkpointing)
         deepspeed = _import_deepspeed()
         parameters = sum(parameter.numel() for parameter in objective.parameters())
         optimizer = build_optimizer(objective, config.optimizer, self.device)
@@ -61,6 +62,10 @@ class TrainingEngine:
                     used += [(block, p) for p in block.attention.parameters()]  # type: ignore[union-attr]
             for module, parameter in used:
                 deepspeed.zero.register_external_parameter(module, parameter)
+        if config.engine.compile:
+            check_compiler(self.device)
+            for block in objective.model.blocks:
+                block.compile()
 
     def forward(self, batch: Batch) -> Tensor:
         """Return the cross entropy of every target in nats [B, T], ready for `backward`."""

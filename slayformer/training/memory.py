@@ -82,20 +82,21 @@ def activation_bytes(config: TrainConfig, vocabulary_size: int, *, on_cpu: bool)
     and v); half precision keeps 8 C bytes of norms and (6 + 2 r) C numbers of 2. Mechanisms
     recompute their features or scores in the backward pass; what they keep besides q, k and v is
     taken as 4 C numbers of 4 bytes, the mean over those here, which leaves the estimate within 45 %
-    for each. The head adds two blocks of logits.
+    for each. What `engine.activation_checkpointing` computes again is kept of one layer at a time:
+    of the `attention` half all but its input, of a `block` all but its input. The head adds two
+    blocks of logits.
     """
-    model = config.model
+    model, again = config.model, config.engine.activation_checkpointing
     width, inner = model.width, model.mlp_ratio * model.width
-    if config.engine.precision == "fp32":
-        per_token = 4 * (8 * width + 2 * inner)
-    else:
-        per_token = 8 * width + 2 * (6 * width + 2 * inner)
-    per_token += 16 * width
-    if model.dropout:
-        # two masks, one byte a number
-        per_token += 2 * width
+    size = 4 if config.engine.precision == "fp32" else 2
+    # a mask takes one byte a number
+    mask = width if model.dropout else 0
+    attention_half = 4 * width + size * 5 * width + 16 * width + mask
+    mlp_half = 4 * width + size * (width + 2 * inner) + mask
+    whole = attention_half + mlp_half
+    kept = {"none": whole, "attention": 4 * width + mlp_half, "block": 4 * width}[again]
     stretch = math.ceil(model.context_length / config.engine.context_parallel)
     tokens = config.batch.micro_samples * stretch
     block = BLOCK_BYTES["cpu"] if on_cpu else BLOCK_BYTES_ELSEWHERE
     logits = 2 * min(4 * tokens * vocabulary_size, block)
-    return tokens * model.layers * per_token + logits
+    return tokens * (model.layers * kept + whole - kept) + logits

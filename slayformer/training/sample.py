@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -27,13 +28,16 @@ def write_sample(
     if not distributed.is_main():
         return None
     tokenizer = inputs.data.tokenizer
-    continuation = generate(
-        model,
-        inputs.prompt,
-        max_new_tokens=config.logging.sample_tokens,
-        seed=config.seed,
-        stop_token=tokenizer.end_of_text,
-    )
+    # every length would be compiled anew
+    eager = torch.compiler.set_stance("force_eager") if config.engine.compile else nullcontext()
+    with eager:
+        continuation = generate(
+            model,
+            inputs.prompt,
+            max_new_tokens=config.logging.sample_tokens,
+            seed=config.seed,
+            stop_token=tokenizer.end_of_text,
+        )
     text = tokenizer.decode([*inputs.prompt, *continuation])
     with (directory / "samples.txt").open("a", encoding="utf-8") as file:
         file.write(f"--- after update {update:,} ---\n{text}\n\n")
