@@ -48,6 +48,7 @@ from slayformer.training.run_directory import (
     with_absolute_paths,
     write_records,
 )
+from slayformer.training.run_lock import RunLock
 from slayformer.training.sample import write_sample
 from slayformer.training.schedule import check_schedule, learning_rate
 from slayformer.training.trackers import check_trackers
@@ -78,7 +79,22 @@ def run(config: TrainConfig) -> Path | None:
     check_schedule(config.schedule, plan.updates, plan.tokens_at)
     weights = distributed.run_on_main(lambda: find_initial_weights(config, vocabulary))
     inputs = open_inputs(config)
-    start = distributed.run_on_main(lambda: _start(config, plan, inputs, weights))
+    lock = RunLock()
+    try:
+        start = distributed.run_on_main(lambda: _start(config, plan, inputs, weights, lock))
+        _train(config, plan, inputs, start, weights)
+    finally:
+        lock.release()
+    return start.directory
+
+
+def _train(
+    config: TrainConfig,
+    plan: Plan,
+    inputs: Inputs,
+    start: RunStart,
+    weights: InitialWeights | None,
+) -> None:
     # what the run started from stays on record however it goes on
     origin = checkpoint.read_config(start.checkpoint).initial_weights if start.checkpoint else None
     config = replace(config, initial_weights=origin or recorded_path(config))
@@ -98,15 +114,18 @@ def run(config: TrainConfig) -> Path | None:
             raise UserError(f"{what}; {advice}") from error
         finally:
             training.engine.close()
-    return start.directory
 
 
 def _start(
-    config: TrainConfig, plan: Plan, inputs: Inputs, weights: InitialWeights | None
+    config: TrainConfig,
+    plan: Plan,
+    inputs: Inputs,
+    weights: InitialWeights | None,
+    lock: RunLock,
 ) -> RunStart:
     tokenizer = inputs.data.tokenizer
     warning = None if weights is None else check_tokenizer(weights, tokenizer)
-    start = start_run(config, plan, tokenizer)
+    start = start_run(config, plan, tokenizer, lock)
     return replace(start, warnings=(*start.warnings, *([warning] if warning else [])))
 
 

@@ -30,6 +30,7 @@ from slayformer.training.checkpoint import (
     read_config,
     read_state,
 )
+from slayformer.training.run_lock import RunLock
 
 # one of these in a folder means that a run lives there
 RECORDS = ("config.yaml", "plan.json", "metrics.jsonl", FOLDER)
@@ -83,12 +84,32 @@ def with_absolute_paths(config: TrainConfig) -> TrainConfig:
     )
 
 
-def start_run(config: TrainConfig, plan: Plan, tokenizer: Tokenizer) -> RunStart:
+def start_run(config: TrainConfig, plan: Plan, tokenizer: Tokenizer, lock: RunLock) -> RunStart:
     """Return where the run lives and what it goes on from; makes a new directory if it needs one.
 
-    Call it on rank 0 alone. Raises UserError if the directory cannot be made or holds another run,
+    `lock` is taken there before anything that could change is read. Call it on rank 0 alone.
+    Raises UserError if the directory cannot be made or holds another run or one under way,
     CheckpointError if there is nothing sound to resume.
     """
+    home = _home(config)
+    warning = lock.take(home) if home is not None and home.is_dir() else None
+    start = _find_start(config, plan, tokenizer)
+    if start.directory != home or not lock.held:
+        warning = lock.take(start.directory)
+    return start if warning is None else replace(start, warnings=(*start.warnings, warning))
+
+
+def _home(config: TrainConfig) -> Path | None:
+    """Return the directory the run will live in as far as its configuration tells."""
+    if config.run_directory is not None:
+        return Path(config.run_directory)
+    if config.resume is None:
+        return None
+    parent = find_checkpoint(Path(config.resume)).parent
+    return parent.parent if parent.name == FOLDER else None
+
+
+def _find_start(config: TrainConfig, plan: Plan, tokenizer: Tokenizer) -> RunStart:
     if config.resume is None:
         return RunStart(_make_directory(config))
     if config.resume == "auto":

@@ -29,10 +29,11 @@ from slayformer.training.run_directory import (
     with_absolute_paths,
     write_records,
 )
+from slayformer.training.run_lock import RunLock
 
 
 def start(config: TrainConfig) -> RunStart:
-    return start_run(with_absolute_paths(config), plan_of(config), BytesTokenizer())
+    return start_run(with_absolute_paths(config), plan_of(config), BytesTokenizer(), RunLock())
 
 
 def plan_of(config: TrainConfig) -> Plan:
