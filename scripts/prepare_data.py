@@ -14,11 +14,16 @@ def main() -> None:
     from rich.console import Console
 
     from slayformer.config_loading import load_config
+    from slayformer.data.parts import PartsMissing
     from slayformer.data.prepare import prepare
 
     config = load_config(composed)
-    prepared = prepare(config.data, config.tokenizer)
     console = Console(soft_wrap=True, highlight=False)
+    try:
+        prepared = prepare(config.data, config.tokenizer)
+    except PartsMissing as others:
+        console.print(str(others), markup=False)
+        return
     tokenizer = prepared.tokenizer
     console.print(f"tokenizer   {tokenizer.name}, {tokenizer.vocabulary_size:,} tokens")
     for side, stream in (("training", prepared.train), ("validation", prepared.validation)):

@@ -119,6 +119,13 @@ class DataConfig:
     maximum_tokens: int | None = positive(None)
     shard_tokens: int = positive(16_777_216)
     cache_directory: str = "data_cache"
+    # cut the source into so many parts, which processes and machines prepare at the same time; each
+    # has its share of maximum_tokens (null: one after the other)
+    parts: int | None = positive(None)
+    # processes that prepare parts on this machine
+    processes: int = positive(1)
+    # i/n: of the parts every n-th from the i-th on, for machines that share no file system
+    part: str | None = None
     # threads that tokenize (null: one a core)
     workers: int | None = positive(None)
     # read every shard once before training and compare its sha256

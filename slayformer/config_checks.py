@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 from slayformer.config import (
+    DataConfig,
     EngineConfig,
     LongContextConfig,
     LongContextModelConfig,
@@ -124,6 +126,7 @@ def _validate_train(config: TrainConfig) -> None:
     if config.data.validation_source is None and config.data.validation_fraction == 0:
         hint = "must be above 0 unless data.validation_source is set"
         raise ConfigError("data.validation_fraction", 0, hint)
+    _validate_parts(config.data)
     if config.run_directory == "":
         raise ConfigError("run_directory", "''", "name a folder, or null for a new one in runs")
     if config.resume == "auto" and config.run_directory is None:
@@ -132,6 +135,18 @@ def _validate_train(config: TrainConfig) -> None:
         hint = f"resume={config.resume} goes on with weights of its own; leave one of them out"
         raise ConfigError("initial_weights", config.initial_weights, hint)
     _validate_engine(config.engine)
+
+
+def _validate_parts(data: DataConfig) -> None:
+    if data.parts is None and (data.processes > 1 or data.part is not None):
+        name, value = ("processes", data.processes) if data.processes > 1 else ("part", data.part)
+        hint = "needs data.parts=NUMBER, the parts that are prepared at the same time"
+        raise ConfigError(f"data.{name}", value, hint)
+    if data.part is not None:
+        numbers = re.fullmatch(r"([1-9]\d{0,5})/([1-9]\d{0,5})", data.part)
+        if numbers is None or int(numbers[1]) > int(numbers[2]):
+            hint = "is written i/n, with i from 1 to n: data.part=2/8"
+            raise ConfigError("data.part", data.part, hint)
 
 
 # settings of DeepSpeed that an option of ours sets, or that would change what an update means
@@ -157,6 +172,9 @@ def _validate_engine(engine: EngineConfig) -> None:
     if engine.offload_optimizer and engine.zero_stage == 0:
         hint = "DeepSpeed moves the optimizer to the CPU from engine.zero_stage=1 on"
         raise ConfigError("engine.offload_optimizer", True, hint)
+    if engine.compile and engine.zero_stage == 3:
+        hint = "stage 3 gathers weights around every layer, which breaks every graph: use stage 2"
+        raise ConfigError("engine.compile", True, hint)
     for path, reason in OWN_DEEPSPEED_SETTINGS.items():
         found: Any = engine.deepspeed
         for name in path.split("."):

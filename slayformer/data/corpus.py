@@ -12,8 +12,10 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -59,13 +61,20 @@ class Source(ABC):
         """Return what the documents depend on, as JSON: two equal ones give equal documents."""
 
     @abstractmethod
-    def _documents(self) -> Iterator[Document]:
-        """Yield every document, blank ones too."""
+    def most_parts(self) -> int:
+        """Return into how many parts the source can be cut."""
 
-    def documents(self) -> Iterator[Document]:
-        """Yield every document that holds text; raises DataError if there is none."""
-        found = False
-        for document in self._documents():
+    @abstractmethod
+    def _documents(self, part: int, parts: int) -> Iterator[Document]:
+        """Yield every document of part number `part` of `parts`, blank ones too."""
+
+    def documents(self, part: int = 0, parts: int = 1) -> Iterator[Document]:
+        """Yield every document of a part that holds text; all parts in order are the whole.
+
+        Raises DataError if the whole has none.
+        """
+        found = parts > 1
+        for document in self._documents(part, parts):
             if document.text and not document.text.isspace():
                 found = True
                 yield document
@@ -85,8 +94,12 @@ class _Files(Source):
             "sha256": files_sha256(self.files, self.where),
         }
 
-    def _documents(self) -> Iterator[Document]:
-        for name, path in self.files.items():
+    def most_parts(self) -> int:
+        return len(self.files)
+
+    def _documents(self, part: int, parts: int) -> Iterator[Document]:
+        first, end = (len(self.files) * edge // parts for edge in (part, part + 1))
+        for name, path in islice(self.files.items(), first, end):
             try:
                 with path.open(encoding="utf-8", newline="") as file:
                     if self.document_start is None:
@@ -174,29 +187,52 @@ class HuggingFaceSource(Source):
         files = {p.relative_to(self._folder).as_posix(): p for p in found}
         return {**description, "sha256": files_sha256(files, self.where)}
 
-    def _documents(self) -> Iterator[Document]:
-        rows: Iterable[str] = self._rows()
+    def most_parts(self) -> int:
+        if self.document_start is not None:
+            return 1
+        with self._failures_told():
+            rows = self._open()
+            return rows.reshard().num_shards if self.config.streaming else len(rows)
+
+    def _documents(self, part: int, parts: int) -> Iterator[Document]:
+        rows: Iterable[str] = self._rows(part, parts)
         if self.document_start is not None:
             lines = (row if row.endswith("\n") else row + "\n" for row in rows)
             rows = join_rows(lines, self.document_start)
         return map(_document_by_content, rows)
 
-    def _rows(self) -> Iterator[str]:
-        """Yield the text of each row; every failure of `datasets` becomes a DataError."""
+    def _rows(self, part: int, parts: int) -> Iterator[str]:
+        """Yield the text of each row of a part."""
+        with self._failures_told():
+            rows = self._open()
+            if parts > 1:
+                # files, and only if there are too few of them the row groups of Parquet
+                if self.config.streaming and rows.num_shards < parts:
+                    rows = rows.reshard()
+                rows = rows.shard(num_shards=parts, index=part, contiguous=True)
+            for row in rows:
+                yield self._text(row)
+
+    def _open(self) -> Any:
+        """Return the dataset."""
         import datasets
 
         config = self.config
         path = str(self._folder) if self._folder.is_dir() else config.path
+        return datasets.load_dataset(
+            path, config.name, split=config.split, streaming=config.streaming
+        )
+
+    @contextmanager
+    def _failures_told(self) -> Iterator[None]:
+        """Turn every failure of `datasets` into a DataError."""
         try:
-            rows = datasets.load_dataset(
-                path, config.name, split=config.split, streaming=config.streaming
-            )
-            for row in rows:
-                yield self._text(row)
+            yield
         except DataError:
             raise
         # networks, formats and names fail in many ways, each with an exception of its own
         except Exception as error:
+            config = self.config
             reason = " ".join(str(error).split()) or type(error).__name__
             wanted = f"{self.where} name={config.name} split={config.split}"
             raise DataError(f"{wanted}: the dataset cannot be read: {reason}") from error

@@ -54,6 +54,30 @@ class SplitCorpus:
         train = ((TRAIN, document) for document in self._main.documents())
         return [train, ((VALIDATION, document) for document in self._validation.documents())]
 
+    @property
+    def has_validation_source(self) -> bool:
+        """Whether validation has a source of its own."""
+        return self._validation is not None
+
+    def check_parts(self, parts: int) -> None:
+        """Raise ConfigError if the main source cannot be cut into so many parts."""
+        most = self._main.most_parts()
+        if parts > most:
+            hint = (
+                f"{self._main.where} can be cut into {most} at most, which is the number of its "
+                f"files or row groups (1 if document_start joins rows)"
+            )
+            raise ConfigError("data.parts", parts, hint)
+
+    def reading(self, part: int, parts: int) -> Iterator[Sided]:
+        """Return part number `part` of `parts` of the main source; after them the validation's."""
+        if part == parts and self._validation is not None:
+            return ((VALIDATION, document) for document in self._validation.documents())
+        documents = self._main.documents(part, parts)
+        if self._validation is not None:
+            return ((TRAIN, document) for document in documents)
+        return ((self._side(d.id), d) for d in documents)
+
     def tokenizer_texts(self) -> Iterator[str]:
         """Yield the training documents that a trained tokenizer learns from."""
         characters = 0
@@ -66,6 +90,8 @@ class SplitCorpus:
 
     def refuse(self, empty_side: str, documents: int) -> DataError:
         """Return the error for `empty_side` having none of the first `documents` documents."""
+        if documents == 0:
+            return DataError(f"{self._main.where}: there is no text in it")
         if documents == 1:
             return DataError(
                 f"{self._main.where}: it is one document, and whole documents are held out for "

@@ -65,7 +65,8 @@ class TrainingEngine:
         if config.engine.compile:
             check_compiler(self.device)
             for block in objective.model.blocks:
-                block.compile()
+                # few sizes ever come: each gets a graph of its own
+                block.compile(dynamic=False)
 
     def forward(self, batch: Batch) -> Tensor:
         """Return the cross entropy of every target in nats [B, T], ready for `backward`."""

@@ -15,6 +15,7 @@ import pytest
 
 from slayformer.config import DataConfig, SourceConfig, TokenizerConfig
 from slayformer.data import prepare as module
+from slayformer.data import writing
 from slayformer.data.prepare import open_prepared, prepare
 from slayformer.data.split import split_position
 from slayformer.data.tokenizer import BytesTokenizer, GPT2Tokenizer
@@ -41,7 +42,7 @@ def data(text_folder, tmp_path) -> DataConfig:
 
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch):
-    monkeypatch.setattr(module, "BATCH_CHARACTERS", 7000)
+    monkeypatch.setattr(writing, "BATCH_CHARACTERS", 7000)
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -140,7 +141,7 @@ def test_whatever_changes_the_tokens_changes_the_folder(data, tmp_path):
 def test_result_does_not_depend_on_workers_or_batches(data, workers, tmp_path, monkeypatch):
     first = prepare(data, BYTES)
     data.workers, data.cache_directory = workers, str(tmp_path / "elsewhere")
-    monkeypatch.setattr(module, "BATCH_CHARACTERS", 1)
+    monkeypatch.setattr(writing, "BATCH_CHARACTERS", 1)
     second = prepare(data, BYTES)
     assert second.directory != first.directory
     assert contents(second.directory) == contents(first.directory)
@@ -187,8 +188,9 @@ KILLED = """
 import json, os, signal, sys
 from slayformer.config import DataConfig, SourceConfig, TokenizerConfig
 from slayformer.data import prepare as module
+from slayformer.data import writing
 options, tokenizer, renames = json.loads(sys.argv[1])
-module.BATCH_CHARACTERS = 7000
+writing.BATCH_CHARACTERS = 7000
 replace = os.replace
 def replace_then_die(source, target):
     global renames
@@ -241,7 +243,7 @@ def test_killed_and_restarted(data, tokenizer, maximum_tokens, tmp_path, monkeyp
         monkeypatch.setattr(module.Tokenizer, "encode_batch", recording)
         prepared = prepare(data, tokenizer)
         monkeypatch.undo()
-        monkeypatch.setattr(module, "BATCH_CHARACTERS", 7000)
+        monkeypatch.setattr(writing, "BATCH_CHARACTERS", 7000)
         assert contents(directory) == contents(whole)
         # finished shards are the same files, and their documents were not encoded again
         assert {p: p.stat().st_ino for p in kept} == kept

@@ -22,6 +22,7 @@ RAMP = [
 # 3 updates of warm-up to 3e-3, then linearly to 0 in the last of 24
 RATES = [3e-3 * ((u + 1) / 3 if u < 3 else (23 - u) / 21) for u in range(24)]
 Z_LOSS = 0.05
+RECOMPUTED = [("block", 0), ("attention", 1), ("block", 2), ("attention", 3), ("block", 3)]
 # train_worker.py spoils this one, and starts at this scale
 BAD_UPDATE = 6
 FIRST_LOSS_SCALE = 2.0**24
@@ -55,6 +56,12 @@ def launch(
             saved = folder / name / "checkpoints" / "update_0000008"
             runs[f"resumed-{name}"] = [*runs[name], f"resume={saved}"]
             runs[name] = [*runs[name], "checkpoint.every_updates=8"]
+    for what, stage in RECOMPUTED:
+        again = [f"engine.zero_stage={stage}", f"engine.activation_checkpointing={what}"]
+        runs[f"{what}-{stage}"] = again
+    # dropout draws the same numbers the second time
+    runs["dropout"] = ["engine.zero_stage=3", "model.dropout=0.1"]
+    runs["dropout_block"] = [*runs["dropout"], "engine.activation_checkpointing=block"]
     by_tokens = ["schedule=wsd", "schedule.unit=tokens", "schedule.decay_share=0.5"]
     runs["by_tokens-2"] = ["engine.zero_stage=2", *by_tokens, "schedule.warmup_updates=3"]
     runs |= {"wandb": ["logging.wandb=offline"], "broken_wandb": ["logging.wandb=offline"]}
@@ -76,7 +83,9 @@ def plain(plain_training: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "case", [*(f"ramp-{s}" for s in STAGES), *(f"offload-{s}" for s in STAGES[1:]), "deepspeed-2"]
+    "case",
+    [*(f"ramp-{s}" for s in STAGES), *(f"offload-{s}" for s in STAGES[1:]), "deepspeed-2"]
+    + [f"{what}-{stage}" for what, stage in RECOMPUTED],
 )
 def test_a_ramp_over_20_updates_equals_the_plain_loop(launch: Any, plain: Any, case: str) -> None:
     losses, norms, weights = plain
@@ -175,6 +184,11 @@ def test_resumed_bit_for_bit(launch: Any, case: str) -> None:
     again = launch.weights(f"resumed-{case}", update=24)
     for name, tensor in launch.weights(case, update=24).items():
         assert torch.equal(tensor, again[name]), name
+
+
+def test_recomputed_dropout_is_bit_for_bit_the_same(launch: Any) -> None:
+    for key in ("loss", "gradient_norm"):
+        assert launch.metrics("dropout_block", key) == launch.metrics("dropout", key)
 
 
 def test_every_part_of_the_time_is_told(launch: Any) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed._tools.mem_tracker import MemTracker
 
 from slayformer.cli import compose
 from slayformer.config import TrainConfig
@@ -87,3 +88,37 @@ def test_activations_are_near_what_autograd_keeps(attention: str, precision: str
     logits = 2 * 512 * 257 * 4
     estimated = activation_bytes(config, 257, on_cpu=True) - logits
     assert estimated == pytest.approx(found, rel=0.45)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("attention", ["softmax", "slay_best"])
+def test_recomputing_keeps_less_and_changes_no_gradient(attention: str, precision: str) -> None:
+    overrides = [f"attention={attention}", "batch.micro_samples=1", f"engine.precision={precision}"]
+    shape = ["model.layers=4", "model.heads=2", "model.width=64", "model.context_length=512"]
+    config = load_config(compose("train", [*overrides, *shape, "model.dropout=0.1"]))
+    ids = torch.randint(257, (1, 512))
+    logits = 2 * 512 * 257 * 4
+    gradients: dict[str, list[torch.Tensor]] = {}
+    peaks: dict[str, int] = {}
+    for what in ("none", "attention", "block"):
+        model = GPT2(config.model, config.attention, vocabulary_size=257, seed=0)
+        model.recompute(what)
+        torch.manual_seed(1)
+        tracker = MemTracker()
+        tracker.track_external(model)
+        with tracker:
+            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+                hidden, _ = model(ids)
+            hidden.square().sum().backward()
+        (peak,) = tracker.get_tracker_snapshot("peak").values()
+        peaks[what] = sum(size for kind, size in peak.items() if "ACT" in str(kind))
+        engine = replace(config.engine, activation_checkpointing=what)
+        estimated = activation_bytes(replace(config, engine=engine), 257, on_cpu=True) - logits
+        assert estimated == pytest.approx(peaks[what], rel=0.45), what
+        gradients[what] = [p.grad for p in model.parameters() if p.grad is not None]
+    assert peaks["block"] < 0.45 * peaks["none"]
+    assert peaks["attention"] < 0.8 * peaks["none"]
+    for what in ("attention", "block"):
+        pairs = zip(gradients[what], gradients["none"], strict=True)
+        # dropout included
+        assert all(torch.equal(one, other) for one, other in pairs), what
