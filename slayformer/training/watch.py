@@ -17,14 +17,13 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from slayformer.cli import EXIT_USER_ERROR, OTHER_RANKS_WAIT_S
+
 Value = TypeVar("Value")
 
-EXIT_HUNG = 2
 LONGEST_INTERVAL_S = 5.0
 # a process alive says so within this time, on a busy machine too
 SIGN_OF_LIFE_S = 10.0
-# so that rank 0 speaks first
-OTHER_RANKS_WAIT_S = 5
 FINISHED = "finished"
 
 _passed = 0
@@ -41,7 +40,7 @@ def mark() -> None:
 def watched(timeout_s: float, advice: str) -> Iterator[None]:
     """Within this context, end the process if a rank it waits for does not come in `timeout_s`.
 
-    It prints one line, which ends with `advice`, and exits with EXIT_HUNG. A process that works
+    It prints one line, which ends with `advice`, and exits with EXIT_USER_ERROR. A process that works
     longer than that between two marks, as all others do, is left alone.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -133,6 +132,7 @@ class _Watch(threading.Thread):
         return box[0] if box else None
 
     def _end(self, missing: list[str]) -> None:
+        # so that rank 0 speaks first
         if self._rank > 0:
             self._finished.wait(OTHER_RANKS_WAIT_S)
         if self._finished.is_set():
@@ -145,4 +145,4 @@ class _Watch(threading.Thread):
             flush=True,
         )
         # the main thread is inside a collective, which no exception reaches
-        os._exit(EXIT_HUNG)
+        os._exit(EXIT_USER_ERROR)
