@@ -40,8 +40,8 @@ def mark() -> None:
 def watched(timeout_s: float, advice: str) -> Iterator[None]:
     """Within this context, end the process if a rank it waits for does not come in `timeout_s`.
 
-    It prints one line, which ends with `advice`, and exits with EXIT_USER_ERROR. A process that works
-    longer than that between two marks, as all others do, is left alone.
+    It prints one line, which ends with `advice`, and exits with EXIT_USER_ERROR. Processes that all
+    work longer than that between two marks are left alone.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         yield
