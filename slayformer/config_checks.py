@@ -175,6 +175,9 @@ def _validate_engine(engine: EngineConfig) -> None:
     if engine.compile and engine.zero_stage == 3:
         hint = "stage 3 gathers weights around every layer, which breaks every graph: use stage 2"
         raise ConfigError("engine.compile", True, hint)
+    if engine.compile and engine.context_parallel > 1:
+        hint = "blocks that exchange stretches of a sequence are not compiled; use false"
+        raise ConfigError("engine.compile", True, hint)
     for path, reason in OWN_DEEPSPEED_SETTINGS.items():
         found: Any = engine.deepspeed
         for name in path.split("."):
