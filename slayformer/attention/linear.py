@@ -359,8 +359,9 @@ class LinearAttention(Attention):
             assert keys.mask_BS is not None
             kept = slice(length, length + self.local_size)
             recent = RecentKeys(
-                k_BHWD=k[:, :, kept],
-                v_BHWE=v[:, :, kept],
+                # copies, or the state of a prompt would keep all of its keys and values alive
+                k_BHWD=k[:, :, kept].clone(),
+                v_BHWE=v[:, :, kept].clone(),
                 mask_BW=keys.mask_BS[:, kept],
                 document_BW=recent.document_BW
                 if keys.documents_BS is None

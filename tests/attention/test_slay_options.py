@@ -228,6 +228,15 @@ def test_guard_counts_rows_and_bounds_outputs():
     torch.testing.assert_close(calm[~own], wild[~own])
 
 
+def test_a_state_keeps_nothing_of_a_long_prompt_alive():
+    attention = build(options(local="chunk"))
+    q, k, v = torch.randn(3, 1, 2, 300, 6).unbind()
+    state = attention(q, k, v, state=attention.init_state(1))[1]
+    size = attention.init_state(1).recent.k_BHWD.numel()
+    for kept in (state.recent.k_BHWD, state.recent.v_BHWE):
+        assert kept.untyped_storage().nbytes() == 4 * size
+
+
 def test_decode_remembers_a_fixed_number_of_keys():
     attention = build(options(local="window"))
     state = attention.init_state(1)
