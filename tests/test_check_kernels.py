@@ -18,6 +18,6 @@ def test_kernels_of_one_case_fit_a_gpu_that_is_not_there(run_command) -> None:
 
 def test_it_ends_with_a_sentence_for_a_mistake(run_command) -> None:
     done = run_command(["scripts/check_kernels.py", "--mechanisms", "slay_bset"])
-    assert done.code == 1
+    assert done.code == 2
     assert done.stderr.startswith("error: ")
     assert "slay_best" in done.stderr
