@@ -21,28 +21,29 @@ if [[ $# -gt 1 || "${1:-}" == -* ]]; then
 fi
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-out=${1:-gpu_session}
-mkdir -p "$out" || exit 2
-out=$(cd "$out" && pwd)
 python=${PYTHON:-python}
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
-cd "$root" || exit 2
 
 if ! $tiny && ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
   echo "error: torch finds no CUDA GPU here; --dry-run takes the same path on a CPU" >&2
   exit 2
 fi
 
+out=${1:-gpu_session}
+mkdir -p "$out" && out=$(cd "$out" && pwd) && cd "$root" || exit 2
+
 # seconds of each step, 470 in all; a benchmark stops by itself a little before
-environment_s=15 tests_s=110 attention_s=130 updates_s=110 engine_s=25 race_s=80
-attention=(dtype=bf16 passes=[forward,forward_backward] longest_call_s=1 rounds=5)
+environment_s=15 tests_s=90 decode_s=35 attention_s=120 updates_s=95 engine_s=40 race_s=75
+mechanisms=[slay,slay_best,slay_block_quadratic,linear_elu,performer,cosformer,softmax,yat_spherical]
+attention=(mechanisms="$mechanisms" dtype=bf16 passes=[forward,forward_backward] longest_call_s=1 rounds=5)
 decode=(dtype=fp32 passes=[decode] mechanisms=[slay,slay_best,softmax] rounds=5)
 updates=(lengths=[1024,4096] rounds=5)
 engine=(lengths=[1024] rounds=5)
 race=(experiment=cpu_race jobs=3 budget.updates=300 engine.precision=bf16)
 if $tiny; then
   export CUDA_VISIBLE_DEVICES=
-  environment_s=120 tests_s=300 attention_s=600 updates_s=600 engine_s=600 race_s=900
+  environment_s=120 tests_s=600 decode_s=600 attention_s=600 updates_s=600 engine_s=600
+  race_s=900
   small=(mechanisms=[slay,softmax] heads=2 head_dim=8 rounds=1)
   attention=("${small[@]}" peers=[torch_sdpa,fla_slay] lengths=[64] passes=[forward])
   decode=("${small[@]}" peers=[torch_sdpa] contexts=[8,16] passes=[decode])
@@ -73,8 +74,8 @@ step environment "$environment_s" "$python" -m slayformer.benchmark.machine
 # exit code 5: no test is marked, or left after skipping
 step tests "$tests_s" bash -c '"$@"; code=$?; exit $((code == 5 ? 0 : code))' tests \
   "$python" -m pytest -q -m gpu -p no:cacheprovider tests
-step decode "$attention_s" "$python" scripts/bench_attention.py directory="$out/decode" \
-  "${decode[@]}" time_budget_s=20
+step decode "$decode_s" "$python" scripts/bench_attention.py directory="$out/decode" \
+  "${decode[@]}" time_budget_s="$(cut "$decode_s")"
 step attention "$attention_s" "$python" scripts/bench_attention.py directory="$out/attention" \
   time_budget_s="$(cut "$attention_s")" "${attention[@]}"
 step updates "$updates_s" "$python" scripts/bench_train.py directory="$out/updates" \

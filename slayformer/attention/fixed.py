@@ -55,7 +55,8 @@ class Fixed:
             parameters += [x for x in part._parameters.values() if x is not None]
             buffers += [x for x in part._buffers.values() if x is not None]
         learns = any(x.requires_grad for x in parameters) and torch.is_grad_enabled()
-        if learns or any(x.device.type != "cpu" for x in parameters):
+        # sharded ones are empty until they are read
+        if learns or any(x.device.type != "cpu" or x.numel() == 0 for x in parameters):
             return make()
         if any(x.requires_grad or x.is_inference() for x in buffers):
             return make()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from slayformer.attention.fixed import Fixed
 from slayformer.attention.linear import LinearAttention
 from slayformer.presets import make_attention
 
@@ -77,6 +78,24 @@ def test_values_written_behind_the_versions_are_seen() -> None:
     for parameter in attention.parameters():
         parameter.data.add_(0.1)
     assert not torch.allclose(output(attention), before)
+
+
+def test_parameters_that_cannot_be_compared_are_prepared_every_time() -> None:
+    module = torch.nn.Linear(2, 3)
+    made: list[int] = []
+
+    def make_one() -> int:
+        made.append(len(made))
+        return len(made)
+
+    fixed = Fixed()
+    with torch.no_grad():
+        assert [fixed(module, "kind", make_one) for _ in range(3)] == [1, 1, 1]
+        # as sharding leaves them between reads
+        module.weight.data = torch.empty(0)
+        assert [fixed(module, "kind", make_one) for _ in range(3)] == [2, 3, 4]
+    module = torch.nn.Linear(2, 3)
+    assert [fixed(module, "kind", make_one) for _ in range(2)] == [5, 6]
 
 
 @pytest.mark.parametrize("name", NAMES)
