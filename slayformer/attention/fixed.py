@@ -50,7 +50,8 @@ class Fixed:
         # a graph compiler follows what is made, and reads neither addresses nor versions
         if torch.compiler.is_compiling():
             return make()
-        parameters, buffers = [], []
+        parameters: list[Tensor] = []
+        buffers: list[Tensor] = []
         for part in module.modules():
             parameters += [x for x in part._parameters.values() if x is not None]
             buffers += [x for x in part._buffers.values() if x is not None]

@@ -38,8 +38,10 @@ PLAIN = "plain"
 LOOPS = (PLAIN, "zero0", "zero1", "zero2", "zero3")
 GPU_BUDGET_S = 480.0
 # what of train.yaml changes an update, and what of that this command sets by itself
-TAKEN = ("model", "tokenizer", "optimizer", "engine", "attention", "experiment", "seed")
-TAKEN += ("data.isolate_documents",)
+TAKEN = (
+    *("model", "tokenizer", "optimizer", "engine", "attention", "experiment", "seed"),
+    "data.isolate_documents",
+)
 OWN = {
     "model.context_length": "the command goes over lengths=[...]",
     "engine.zero_stage": "loops=[plain,zero1] says it",
@@ -355,7 +357,7 @@ def _cell(
     median = statistics.median(own)
     tokens = running.config.batch.micro_samples * length
     speed = 1000 * tokens / median
-    parts = {
+    parts: dict[str, Any] = {
         f"{part}_milliseconds": statistics.median(t[f"{part}_milliseconds"] for t in running.told)
         for part in UPDATE_PARTS
     }

@@ -32,7 +32,7 @@ from slayformer.presets import make_attention, preset_names
 
 CPU = torch.device("cpu")
 MIB = 2**20
-TINY = {"heads": 2, "head_dim": 8, "rounds": 2, "threads": 1, "device": "cpu"}
+TINY: dict[str, Any] = {"heads": 2, "head_dim": 8, "rounds": 2, "threads": 1, "device": "cpu"}
 NAMES = ["torch_sdpa", "naive_softmax", "flash_attn", "slay", "softmax"]
 
 
