@@ -76,8 +76,8 @@ def main() -> None:
         for mechanism in options.mechanisms
         for dtype in options.dtypes
         for width in options.widths
-        for start in recorded_starts(mechanism, dtype, width)
         for architecture in options.architectures
+        for start in recorded_starts(mechanism, dtype, width, architecture)
     ]
     columns = ["heads", "kernel", "for", "registers", "spilled B", "shared KB", "tensor-core"]
     table = Table(*columns, title="Kernels; tensor-core: instructions")

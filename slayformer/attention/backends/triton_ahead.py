@@ -66,8 +66,8 @@ class Found:
         return not self.spilled_bytes and self.shared_bytes <= MOST_SHARED_BYTES[architecture]
 
 
-def recorded_starts(mechanism: str, dtype: str, width: int) -> list[Start]:
-    """Return the starts of a training step's passes for heads of this width, each kind once."""
+def recorded_starts(mechanism: str, dtype: str, width: int, architecture: int) -> list[Start]:
+    """Return the starts of a training step on a GPU for heads of this width, each kind once."""
     starts: dict[Start, None] = {}
 
     def note(
@@ -80,7 +80,9 @@ def recorded_starts(mechanism: str, dtype: str, width: int) -> list[Start]:
         starts[_start(kernel, arguments, constants, warps)] = None
 
     kept_launch, kept_backend = triton_pass.launch, backends.BACKENDS["triton"]
+    kept_architecture = triton_pass.architecture_of
     triton_pass.launch = note
+    triton_pass.architecture_of = lambda device: architecture
     backends.BACKENDS["triton"] = dataclasses.replace(kept_backend, obstacle=lambda q, v: None)
     try:
         attention = make_attention(
@@ -95,6 +97,7 @@ def recorded_starts(mechanism: str, dtype: str, width: int) -> list[Start]:
         attention(q, k, v)[0].sum().backward()
     finally:
         triton_pass.launch = kept_launch
+        triton_pass.architecture_of = kept_architecture
         backends.BACKENDS["triton"] = kept_backend
     return list(starts)
 

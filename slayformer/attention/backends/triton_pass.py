@@ -70,6 +70,14 @@ def launch(
         kernel[grid](**arguments, **constants, num_warps=warps, num_stages=1)
 
 
+def architecture_of(device: torch.device) -> int:
+    """Return the compute capability without the dot; for the interpreter that of most kernels."""
+    if device.type != "cuda":
+        return 90
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
 def _form(dtype: torch.dtype) -> int:
     """Return how products take operands in a call on tensors of `dtype`."""
     if dtype == torch.bfloat16:
@@ -101,6 +109,8 @@ class Pass:
         self.chunks = max(1, triton.cdiv(self.length, self.chunk))
         # blocks and warps that keep the kernels within the registers: scripts/check_kernels.py
         is_heavy = self.form != BF16.value or _block(self.width) > 64
+        # before Hopper both operands of a product lie in registers
+        is_heavy = is_heavy or architecture_of(v.device) < 90
         self.block_t = 16 if self.length <= 16 else 64
         self.backward_t = min(32 if is_heavy else 64, self.block_t)
         self.block_m = 32 if is_heavy else 64
