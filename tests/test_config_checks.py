@@ -54,7 +54,7 @@ def test_refused(overrides: list[str], message: str) -> None:
 
 
 def test_recall_refuses_what_it_does_not_do() -> None:
-    with pytest.raises(ConfigError, match=r"optimizer.z_loss=0.1: recall trains on the plain"):
+    with pytest.raises(ConfigError, match=r"optimizer.z_loss=0.1: this training is on the plain"):
         load_config(compose("recall", ["optimizer.z_loss=0.1"]), RecallConfig)
 
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from slayformer.errors import UserError
-from slayformer.training.objective import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,6 +73,9 @@ class DocumentSums:
 
     def add(self, windows: Sequence[int], batch: Batch, own: slice, nats_BT: Tensor) -> None:
         """Add the nats of the stretch `own` of every sample of `batch`, which holds `windows`."""
+        # here, and not above: reports read losses without torch
+        from slayformer.training.objective import IGNORE_INDEX
+
         scored_BT = batch.targets_BT[:, own].numpy() != IGNORE_INDEX
         document_N = self._document_of(windows, batch)[:, own][scored_BT]
         nats_N = nats_BT.detach().double().cpu().numpy()[scored_BT]

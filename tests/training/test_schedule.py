@@ -179,5 +179,5 @@ def test_warm_up_in_tokens_that_cannot_be(train_config: Any) -> None:
         load_config(compose("train", both))
     with pytest.raises(ConfigError, match=r"schedule.warmup_tokens=99: needs schedule.unit=tokens"):
         load_config(compose("train", [both[0], "schedule.warmup_updates=null"]))
-    with pytest.raises(ConfigError, match=r"recall counts its warm-up in updates"):
+    with pytest.raises(ConfigError, match=r"this training counts its warm-up in updates"):
         load_config(compose("recall", [*both, "schedule.warmup_updates=null"]), RecallConfig)
