@@ -23,7 +23,7 @@ def main() -> None:
 
     config = load_config(composed)
     # torch and DeepSpeed, only once there is something to run
-    from slayformer.training.loop import run
+    from slayformer.training.run import run
 
     run(config)
 

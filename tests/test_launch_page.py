@@ -16,8 +16,8 @@ import pytest
 from slayformer.cli import compose
 from slayformer.config_loading import load_config
 from slayformer.training.budget import parameter_counts
-from slayformer.training.loop import run
 from slayformer.training.memory import estimate_memory
+from slayformer.training.run import run
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "launch.md").read_text(encoding="utf-8")

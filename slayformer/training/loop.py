@@ -1,132 +1,42 @@
-"""Training from a configuration to a summary: plan, data, model, updates, checkpoints."""
+"""A run under way: data, model, updates, validation, checkpoints, and its summary."""
 
 from __future__ import annotations
 
 import math
-import os
 import time
-from contextlib import nullcontext
-from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import torch
-from rich.console import Console
 
-from slayformer.attention.context_parallel import check_context_parallel
 from slayformer.config import TrainConfig
-from slayformer.data.tokenizer import vocabulary_size
-from slayformer.errors import UserError
 from slayformer.evaluation.document_losses import sums_of_validation
 from slayformer.evaluation.loss import LossTotals, score
 from slayformer.model.gpt2 import GPT2
 from slayformer.registry import attention_entry
 from slayformer.training import checkpoint, distributed
 from slayformer.training.bad_updates import BadUpdates, Fault, poisoned
-from slayformer.training.budget import Plan, make_plan
+from slayformer.training.budget import Plan
 from slayformer.training.devices import found_device
-from slayformer.training.engine import TrainingEngine, check_engine
+from slayformer.training.engine import TrainingEngine
 from slayformer.training.initial_weights import (
     InitialWeights,
-    check_tokenizer,
-    find_initial_weights,
     load_initial_weights,
-    recorded_path,
     write_record,
 )
-from slayformer.training.inputs import Inputs, open_inputs
+from slayformer.training.inputs import Inputs
 from slayformer.training.interruption import StopSignal, resume_command
 from slayformer.training.logging import open_log
 from slayformer.training.meters import Meter, model_flops_utilisation, peak_memory_bytes
 from slayformer.training.objective import LanguageModelObjective
-from slayformer.training.plan_table import own_parameters, print_plan
+from slayformer.training.plan_table import own_parameters
 from slayformer.training.run_directory import (
     RunStart,
     git_revision,
     package_versions,
-    start_run,
-    with_absolute_paths,
     write_records,
 )
-from slayformer.training.run_lock import RunLock
 from slayformer.training.sample import write_sample
-from slayformer.training.schedule import check_schedule, learning_rate
-from slayformer.training.trackers import check_trackers
-from slayformer.training.watch import watched
-
-
-def run(config: TrainConfig) -> Path | None:
-    """Train as `config` says and return the run directory; None after a dry run.
-
-    SIGINT, SIGTERM or SIGUSR1 on any rank ends it after the update under way, with a checkpoint.
-    Raises UserError for whatever the user can mend.
-    """
-    config = with_absolute_paths(config)
-    vocabulary = vocabulary_size(config.tokenizer)
-    check_context_parallel(config.model, config.attention, config.engine.context_parallel)
-    if config.dry_run:
-        find_initial_weights(config, vocabulary)
-        plan = make_plan(config, vocabulary, distributed.planned_world_size())
-        check_schedule(config.schedule, plan.updates, plan.tokens_at)
-        if os.environ.get("RANK", "0") == "0":
-            note = "" if "WORLD_SIZE" in os.environ else " (WORLD_SIZE is not set: planned for one)"
-            print_plan(Console(), plan, config, vocabulary, note)
-        return None
-    distributed.initialize(config.engine.timeout_seconds)
-    check_engine(config.engine, distributed.device())
-    check_trackers(config.logging)
-    plan = make_plan(config, vocabulary, distributed.world_size())
-    check_schedule(config.schedule, plan.updates, plan.tokens_at)
-    weights = distributed.run_on_main(lambda: find_initial_weights(config, vocabulary))
-    inputs = open_inputs(config)
-    lock = RunLock()
-    try:
-        start = distributed.run_on_main(lambda: _start(config, plan, inputs, weights, lock))
-        _train(config, plan, inputs, start, weights)
-    finally:
-        lock.release()
-    return start.directory
-
-
-def _train(
-    config: TrainConfig,
-    plan: Plan,
-    inputs: Inputs,
-    start: RunStart,
-    weights: InitialWeights | None,
-) -> None:
-    # what the run started from stays on record however it goes on
-    origin = checkpoint.read_config(start.checkpoint).initial_weights if start.checkpoint else None
-    config = replace(config, initial_weights=origin or recorded_path(config))
-    advice = f"go on from the newest checkpoint with: {resume_command(start.directory)}"
-    with distributed.shared_sequences(plan.context_parallel):
-        training = Training(config, plan, inputs, start, weights)
-        try:
-            with training.log or nullcontext(), watched(config.engine.timeout_seconds, advice):
-                training.run()
-        except RuntimeError as error:
-            if distributed.lost_another(error):
-                what = "another process of this run has died, and its own output says why"
-            elif distributed.timed_out(error):
-                what = "the processes are alive but no longer reach one another (network?)"
-            else:
-                raise
-            raise UserError(f"{what}; {advice}") from error
-        finally:
-            training.engine.close()
-
-
-def _start(
-    config: TrainConfig,
-    plan: Plan,
-    inputs: Inputs,
-    weights: InitialWeights | None,
-    lock: RunLock,
-) -> RunStart:
-    tokenizer = inputs.data.tokenizer
-    warning = None if weights is None else check_tokenizer(weights, tokenizer)
-    start = start_run(config, plan, tokenizer, lock)
-    return replace(start, warnings=(*start.warnings, *([warning] if warning else [])))
+from slayformer.training.schedule import learning_rate
 
 
 class Training:

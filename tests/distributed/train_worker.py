@@ -19,12 +19,12 @@ import torch
 from slayformer.cli import compose
 from slayformer.config_loading import load_config
 from slayformer.errors import ConfigError
-from slayformer.training import bad_updates, distributed, engine, loop, loss_scale
+from slayformer.training import bad_updates, distributed, engine, loop, loss_scale, run
 
 # every weight of these tiny models is sharded, as a large one's would be
 engine.STAGE3_WHOLE_BELOW = 0
 # nobody would want fp16 or an offloaded optimizer on a CPU, but they compute there what a GPU does
-loop.check_engine = engine.check_engine = lambda engine, device: None
+run.check_engine = engine.check_engine = lambda engine, device: None
 # so high that gradients overflow
 loss_scale.FIRST_SCALE = 2.0**24
 
@@ -101,4 +101,4 @@ talk()
 loop.TrainingEngine = Observed  # type: ignore[misc]
 for name, overrides in cases.items():
     Observed.name = name
-    loop.run(load_config(compose("train", [*overrides, f"run_directory={folder / name}"])))
+    run.run(load_config(compose("train", [*overrides, f"run_directory={folder / name}"])))

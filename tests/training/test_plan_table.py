@@ -13,8 +13,8 @@ from slayformer.config_loading import load_config
 from slayformer.errors import ConfigError
 from slayformer.model.gpt2 import GPT2
 from slayformer.training.budget import make_plan, parameter_counts
-from slayformer.training.loop import run
 from slayformer.training.plan_table import own_parameters, print_plan
+from slayformer.training.run import run
 
 
 def printed(*overrides: str, world_size: int) -> str:
