@@ -8,7 +8,7 @@ from slayformer.cli import COMMANDS, compose, entry_point
 def main() -> None:
     """Compose, check and score."""
     composed = compose("eval", folder=COMMANDS)
-    from slayformer.config import EvalConfig
+    from slayformer.config_commands import EvalConfig
     from slayformer.config_loading import load_config
 
     config = load_config(composed, EvalConfig)

@@ -12,7 +12,7 @@ from slayformer.cli import COMMANDS, compose, entry_point
 
 def main() -> None:
     """Give Hydra the comparison's own arguments, and the others to every run."""
-    from slayformer.config import CompareConfig
+    from slayformer.config_commands import CompareConfig
     from slayformer.config_loading import load_config
     from slayformer.evaluation.compare import run, split_arguments
 

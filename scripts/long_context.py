@@ -8,7 +8,7 @@ from slayformer.cli import COMMANDS, compose, entry_point
 def main() -> None:
     """Compose, check and run."""
     composed = compose("long_context", folder=COMMANDS)
-    from slayformer.config import LongContextConfig
+    from slayformer.config_commands import LongContextConfig
     from slayformer.config_loading import load_config
     from slayformer.evaluation.long_context import run
 

@@ -8,7 +8,7 @@ from slayformer.cli import compose, entry_point
 def main() -> None:
     """Compose, check and run."""
     composed = compose("recall")
-    from slayformer.config import RecallConfig
+    from slayformer.config_commands import RecallConfig
     from slayformer.config_loading import load_config
     from slayformer.evaluation.recall import run
 

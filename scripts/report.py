@@ -16,7 +16,7 @@ def main() -> None:
 
     folders, options = split_arguments(sys.argv[1:])
     composed = compose("report", options, folder=COMMANDS)
-    from slayformer.config import ReportConfig
+    from slayformer.config_commands import ReportConfig
     from slayformer.config_loading import load_config
 
     run(folders, load_config(composed, ReportConfig))

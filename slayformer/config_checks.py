@@ -8,16 +8,8 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from slayformer.config import (
-    DataConfig,
-    EngineConfig,
-    LongContextConfig,
-    LongContextModelConfig,
-    ModelConfig,
-    RecallConfig,
-    ScheduleConfig,
-    TrainConfig,
-)
+from slayformer.config import DataConfig, EngineConfig, ModelConfig, ScheduleConfig, TrainConfig
+from slayformer.config_commands import LongContextConfig, LongContextModelConfig, RecallConfig
 from slayformer.errors import ConfigError, nearest
 
 

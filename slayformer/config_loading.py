@@ -15,8 +15,9 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from slayformer.config import AttentionConfig, RecallConfig, TrainConfig
+from slayformer.config import AttentionConfig, TrainConfig
 from slayformer.config_checks import check_fields, validate
+from slayformer.config_commands import RecallConfig
 from slayformer.errors import ConfigError, nearest
 
 

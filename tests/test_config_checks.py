@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from slayformer.cli import compose
-from slayformer.config import RecallConfig
+from slayformer.config_commands import RecallConfig
 from slayformer.config_loading import load_config, to_plain
 from slayformer.errors import ConfigError
 

@@ -28,7 +28,8 @@ from rich.progress import (
 )
 
 from slayformer.cli import EXIT_INTERRUPTED, compose, quoted
-from slayformer.config import RecallConfig, TrainConfig
+from slayformer.config import TrainConfig
+from slayformer.config_commands import RecallConfig
 from slayformer.config_loading import load_config
 from slayformer.data.tokenizer import vocabulary_size
 from slayformer.evaluation.runs import is_finished

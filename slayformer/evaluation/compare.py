@@ -18,7 +18,8 @@ from typing import Any
 from rich.console import Console
 
 from slayformer.cli import compose, quoted
-from slayformer.config import CompareConfig, RecallConfig, TrainConfig
+from slayformer.config import TrainConfig
+from slayformer.config_commands import CompareConfig, RecallConfig
 from slayformer.config_loading import load_config, to_plain
 from slayformer.data.prepare import prepare
 from slayformer.data.shards import write_atomically

@@ -18,7 +18,8 @@ from rich.console import Console
 from torch import Tensor
 
 from slayformer.attention.base import generator
-from slayformer.config import AttentionConfig, LongContextConfig, ModelConfig
+from slayformer.config import AttentionConfig, ModelConfig
+from slayformer.config_commands import LongContextConfig
 from slayformer.config_loading import to_plain
 from slayformer.errors import ConfigError
 from slayformer.evaluation.answers import Answers, train_on_answers

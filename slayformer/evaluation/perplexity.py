@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from slayformer.config import EvalConfig, EvalSourceConfig
+from slayformer.config_commands import EvalConfig, EvalSourceConfig
 from slayformer.errors import ConfigError
 from slayformer.evaluation.loss import LossTotals, perplexity, score
 from slayformer.evaluation.perplexity_figure import draw_positions

@@ -15,7 +15,7 @@ from rich.console import Console
 from torch import Tensor
 
 from slayformer.attention.base import generator
-from slayformer.config import RecallConfig
+from slayformer.config_commands import RecallConfig
 from slayformer.config_loading import to_plain
 from slayformer.errors import ConfigError
 from slayformer.evaluation.answers import Answers, train_on_answers

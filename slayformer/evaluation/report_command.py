@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from slayformer.cli import quoted
-from slayformer.config import ReportConfig
+from slayformer.config_commands import ReportConfig
 from slayformer.errors import ConfigError, UserError
 from slayformer.evaluation.runs import find_runs
 

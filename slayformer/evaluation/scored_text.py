@@ -12,7 +12,8 @@ import numpy as np
 from omegaconf import OmegaConf
 
 from slayformer.cli import CONFIGURATIONS
-from slayformer.config import EvalConfig, EvalSourceConfig, SourceConfig
+from slayformer.config import SourceConfig
+from slayformer.config_commands import EvalConfig, EvalSourceConfig
 from slayformer.data.corpus import TEXT_SUFFIXES, open_source
 from slayformer.data.prepare import open_prepared, prepare
 from slayformer.data.shards import TokenStream

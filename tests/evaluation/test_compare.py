@@ -17,7 +17,8 @@ import pytest
 from omegaconf import OmegaConf
 from rich.progress import Progress
 
-from slayformer.config import CompareConfig, RecallConfig, TrainConfig
+from slayformer.config import TrainConfig
+from slayformer.config_commands import CompareConfig, RecallConfig
 from slayformer.config_loading import load_config
 from slayformer.errors import ConfigError, UserError
 from slayformer.evaluation.cells import RunningCell

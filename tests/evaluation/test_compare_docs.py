@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 from slayformer.cli import COMMANDS, compose, multirun_arguments
-from slayformer.config import CompareConfig, ReportConfig
+from slayformer.config_commands import CompareConfig, ReportConfig
 from slayformer.config_loading import load_config
 from slayformer.evaluation import compare, report_command
 from slayformer.evaluation.cells import training_cell

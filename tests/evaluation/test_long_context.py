@@ -11,7 +11,8 @@ import torch
 
 from slayformer.attention.base import generator
 from slayformer.cli import COMMANDS, compose
-from slayformer.config import LongContextConfig, ModelConfig
+from slayformer.config import ModelConfig
+from slayformer.config_commands import LongContextConfig
 from slayformer.config_loading import load_config
 from slayformer.errors import ConfigError
 from slayformer.evaluation.long_context import draw_haystacks, measure, run

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from slayformer.config import EvalConfig, EvalSourceConfig
+from slayformer.config_commands import EvalConfig, EvalSourceConfig
 from slayformer.errors import UserError
 from slayformer.evaluation.perplexity import run
 from slayformer.training.checkpoint import find_checkpoint, load_model
@@ -176,7 +176,7 @@ def test_the_command_line(
     assert "99 tokens" in scored.stdout
     assert json.loads(written.read_text())["data"] == str(text_folder)
     alone = (
-        "import sys; from slayformer.config import EvalConfig; "
+        "import sys; from slayformer.config_commands import EvalConfig; "
         "from slayformer.evaluation.perplexity import run; "
         f"run(EvalConfig(checkpoint={str(tiny_run)!r})); "
         "assert 'deepspeed' not in sys.modules"

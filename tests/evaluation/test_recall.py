@@ -10,7 +10,7 @@ import torch
 
 from slayformer.attention.base import generator
 from slayformer.cli import compose
-from slayformer.config import RecallConfig
+from slayformer.config_commands import RecallConfig
 from slayformer.config_loading import load_config
 from slayformer.errors import ConfigError
 from slayformer.evaluation.recall import draw_batch, run

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from slayformer.cli import COMMANDS, compose
-from slayformer.config import ReportConfig
+from slayformer.config_commands import ReportConfig
 from slayformer.config_loading import load_config
 from slayformer.errors import UserError
 from slayformer.evaluation.fairness import check_fair, find_differences

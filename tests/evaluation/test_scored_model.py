@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from slayformer.config import EvalConfig, ModelConfig, TokenizerConfig
+from slayformer.config import ModelConfig, TokenizerConfig
+from slayformer.config_commands import EvalConfig
 from slayformer.data.shards import TokenStream
 from slayformer.data.tokenizer import build_tokenizer
 from slayformer.errors import UserError

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from slayformer.cli import compose
-from slayformer.config import BatchConfig, BudgetConfig, RampConfig, RecallConfig, ScheduleConfig
+from slayformer.config import BatchConfig, BudgetConfig, RampConfig, ScheduleConfig
+from slayformer.config_commands import RecallConfig
 from slayformer.config_loading import load_config
 from slayformer.errors import ConfigError
 from slayformer.training.budget import Plan, make_plan
