@@ -31,7 +31,13 @@ def config(*overrides: str) -> LongContextConfig:
 def test_every_pair_is_told_once_and_asked_once_a_round(
     length: int, pairs: int, rounds: int
 ) -> None:
-    sizes = ("values=9", "fillers=5", "training_lengths_tokens=[32]", "lengths_tokens=[32]")
+    sizes = (
+        "keys=16",
+        "values=9",
+        "fillers=5",
+        "training_lengths_tokens=[32]",
+        "lengths_tokens=[32]",
+    )
     wanted = config(f"pairs={pairs}", *sizes)
     ids, targets = draw_haystacks(length, 7, wanted, generator(1), rounds=rounds)
     assert ids.shape == targets.shape == (7, length + 2 * pairs * rounds)
@@ -60,7 +66,7 @@ def test_reading_in_segments_is_reading_at_once() -> None:
     shape = ModelConfig(layers=2, heads=2, width=16, context_length=8, short_convolution=4)
     found = set()
     for attention in ("softmax", "slay_best"):
-        model = GPT2(shape, load_preset(attention), vocabulary_size=48, seed=1).eval()
+        model = GPT2(shape, load_preset(attention), vocabulary_size=20, seed=1).eval()
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(3)
@@ -84,10 +90,10 @@ def test_reading_in_segments_is_reading_at_once() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["pairs=17"], "pairs=17: .*at most keys=16"),
-        (["lengths_tokens=[7]"], r"lengths_tokens=\[7\]: .* 4 pairs take 8 tokens"),
+        (["pairs=5"], "pairs=5: .*at most keys=4"),
+        (["lengths_tokens=[3]"], r"lengths_tokens=\[3\]: .* 2 pairs take 4 tokens"),
         (["training_lengths_tokens=[]"], r"training_lengths_tokens=\[\]: name at least one"),
-        (["tokens_per_update=100"], "tokens_per_update=100: .* takes 288 tokens"),
+        (["tokens_per_update=100"], "tokens_per_update=100: .* takes 144 tokens"),
         (["attention=[slay,slay]"], "attention=.*each once"),
         (["attention=[sley]"], "attention=sley: did you mean slay"),
         (["attention=[cosformer]"], "attention=cosformer: .* not beyond"),
