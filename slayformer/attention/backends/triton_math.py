@@ -104,11 +104,12 @@ def scores_of(
     y_rows,
     y_mask,
     groups,
+    squares,
     BX: tl.constexpr,
     BY: tl.constexpr,
     F: tl.constexpr,
     BF: tl.constexpr,
-    SQUARES: tl.constexpr,
+    HAS_SQUARES: tl.constexpr,
     HAS_LINEAR: tl.constexpr,
     HAS_FACTOR: tl.constexpr,
     FORM: tl.constexpr,
@@ -126,9 +127,11 @@ def scores_of(
         group = tl.load(groups + columns, mask=columns < F, other=-1)[None, :]
         own = rows_of(x, x_rows, x_mask, F, columns, F)
         other = columns_of(y, y_rows, y_mask, F, columns, F)
-        for square in range(SQUARES):
-            s = product(tl.where(group == square, own, 0.0), other, zero, FORM)
-            p += s * s
+        if HAS_SQUARES:
+            # their number is no constant: unrolled, all blocks would fill the registers at once
+            for square in range(squares):
+                s = product(tl.where(group == square, own, 0.0), other, zero, FORM)
+                p += s * s
         if HAS_LINEAR:
             p = product(tl.where(group == LINEAR, own, 0.0), other, p, FORM)
         if HAS_FACTOR:

@@ -19,7 +19,7 @@ from slayformer.attention.backends.triton_math import (
     sees,
 )
 
-UNSPECIALISED = ["length", "chunk", "chunks", "tiles", "lag", "strict", "near_size"]
+UNSPECIALISED = ["length", "chunk", "chunks", "tiles", "lag", "strict", "near_size", "squares"]
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
@@ -67,13 +67,14 @@ def chunk_outputs(
     lag,
     strict,
     near_size,
+    squares,
     H: tl.constexpr,
     E: tl.constexpr,
     F: tl.constexpr,
     M: tl.constexpr,
     D: tl.constexpr,
     TERMS: tl.constexpr,
-    SQUARES: tl.constexpr,
+    HAS_SQUARES: tl.constexpr,
     HAS_LINEAR: tl.constexpr,
     HAS_FACTOR: tl.constexpr,
     NEAR: tl.constexpr,
@@ -163,11 +164,12 @@ def chunk_outputs(
             s,
             s_mask,
             groups,
+            squares,
             BT,
             BT,
             F,
             BF,
-            SQUARES,
+            HAS_SQUARES,
             HAS_LINEAR,
             HAS_FACTOR,
             FORM,

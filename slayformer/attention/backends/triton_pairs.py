@@ -21,7 +21,7 @@ from slayformer.attention.backends.triton_math import (
     sees,
 )
 
-UNSPECIALISED = ["length", "chunk", "tiles", "lag", "strict", "near_size"]
+UNSPECIALISED = ["length", "chunk", "tiles", "lag", "strict", "near_size", "squares"]
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
@@ -63,11 +63,12 @@ def pairs_backward(
     lag,
     strict,
     near_size,
+    squares,
     H: tl.constexpr,
     E: tl.constexpr,
     F: tl.constexpr,
     D: tl.constexpr,
-    SQUARES: tl.constexpr,
+    HAS_SQUARES: tl.constexpr,
     HAS_LINEAR: tl.constexpr,
     HAS_FACTOR: tl.constexpr,
     NEAR: tl.constexpr,
@@ -196,11 +197,12 @@ def pairs_backward(
             other,
             other_mask,
             groups,
+            squares,
             BT,
             BO,
             F,
             BF,
-            SQUARES,
+            HAS_SQUARES,
             HAS_LINEAR,
             HAS_FACTOR,
             FORM,
@@ -244,10 +246,10 @@ def pairs_backward(
             d_rows = product(d_far * p, tl.where(group == FACTOR, rows, 0.0), d_rows, FORM)
         if HAS_LINEAR:
             d_rows = product(d_p, tl.where(group == LINEAR, rows, 0.0), d_rows, FORM)
-        if SQUARES > 0:
+        if HAS_SQUARES:
             own_rows = rows_of(x, own, own_mask, F, f, F)
             turned = columns_of(y, other, other_mask, F, f, F)
-            for square in range(SQUARES):
+            for square in range(squares):
                 s = product(tl.where(group == square, own_rows, 0.0), turned, zero, FORM)
                 chosen = tl.where(group == square, rows, 0.0)
                 d_rows = product(2.0 * d_p * s, chosen, d_rows, FORM)

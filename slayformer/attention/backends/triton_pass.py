@@ -178,6 +178,7 @@ class Pass:
             "lag": walk.lag,
             "strict": int(walk.strict),
             "near_size": max(1, walk.local_size),
+            "squares": self.tables.squares,
         }
 
     def _pairs(self, block_t: int) -> dict[str, Any]:
@@ -190,7 +191,7 @@ class Pass:
         return {
             **self._sizes(),
             "D": width,
-            "SQUARES": self.tables.squares,
+            "HAS_SQUARES": self.tables.squares > 0,
             "HAS_LINEAR": self.tables.has_linear,
             "HAS_FACTOR": self.tables.has_factor,
             "NEAR": kind,
