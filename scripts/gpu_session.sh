@@ -35,7 +35,8 @@ mkdir -p "$out" && out=$(cd "$out" && pwd) && cd "$root" || exit 2
 # seconds of each step, 470 in all; a benchmark stops by itself a little before
 environment_s=15 tests_s=90 decode_s=35 attention_s=120 updates_s=95 engine_s=40 race_s=75
 mechanisms=[slay,slay_best,slay_block_quadratic,linear_elu,performer,cosformer,softmax,yat_spherical]
-attention=(mechanisms="$mechanisms" dtype=bf16 passes=[forward,forward_backward] longest_call_s=1 rounds=5)
+attention=(mechanisms="$mechanisms" dtype=bf16 passes=[forward,forward_backward]
+  longest_call_s=1 rounds=5)
 decode=(dtype=fp32 passes=[decode] mechanisms=[slay,slay_best,softmax] rounds=5)
 updates=(lengths=[1024,4096] rounds=5)
 engine=(lengths=[1024] rounds=5)
@@ -85,8 +86,14 @@ step engine "$engine_s" "$python" scripts/bench_train.py directory="$out/engine"
 step race "$race_s" "$python" scripts/compare.py directory="$out/race" \
   attention=[softmax,slay,slay_best] seeds=[1] "${race[@]}"
 
-tar -C "$out" --exclude=results.tar.gz --exclude=checkpoints --exclude=data -czf \
-  "$out/results.tar.gz" . || failed+=(archive)
+# made elsewhere: a folder must not change while it is read
+archive=$(mktemp)
+if tar -C "$out" --exclude=./results.tar.gz --exclude=checkpoints --exclude=./data -czf \
+  "$archive" .; then
+  mv "$archive" "$out/results.tar.gz"
+else
+  failed+=(archive)
+fi
 echo "$out/results.tar.gz"
 if ((${#failed[@]})); then
   echo "did not finish: ${failed[*]}" | tee -a "$out/summary.txt"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -50,8 +50,7 @@ class Fixed:
         # a graph compiler follows what is made, and reads neither addresses nor versions
         if torch.compiler.is_compiling():
             return make()
-        parameters: list[Tensor] = []
-        buffers: list[Tensor] = []
+        parameters, buffers = [], []
         for part in module.modules():
             parameters += [x for x in part._parameters.values() if x is not None]
             buffers += [x for x in part._buffers.values() if x is not None]
@@ -69,7 +68,7 @@ class Fixed:
             self._values = tuple(x.detach().clone() for x in parameters)
         return self._made
 
-    def _holds(self, parameters: list[Tensor], buffers: list[Tensor]) -> bool:
+    def _holds(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> bool:
         """Return whether these tensors are those of the last time."""
         if any(new is not old for new, old in zip(buffers, self._buffers, strict=True)):
             return False

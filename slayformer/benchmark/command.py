@@ -15,7 +15,8 @@ from slayformer.benchmark.attention import measure
 from slayformer.benchmark.options import BenchAttentionConfig
 from slayformer.benchmark.report import print_report, read_result, write_report
 from slayformer.benchmark.update_options import BenchTrainConfig
-from slayformer.benchmark.updates import check, measure_updates, plan
+from slayformer.benchmark.update_plan import check, plan
+from slayformer.benchmark.updates import measure_updates
 from slayformer.benchmark.updates_report import print_updates, read_updates, write_updates
 from slayformer.errors import ConfigError, UserError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -16,13 +16,12 @@ from slayformer.benchmark.attention import Progress, silent
 from slayformer.benchmark.clock import Clock
 from slayformer.benchmark.machine import describe
 from slayformer.benchmark.update_options import BenchTrainConfig
-from slayformer.cli import compose
+from slayformer.benchmark.update_plan import PLAIN, REFERENCE, check, plan
+from slayformer.benchmark.update_results import UpdateCell, UpdateResult
 from slayformer.config import TrainConfig
-from slayformer.config_loading import load_config
 from slayformer.data.loader import Batch, WindowLoader
 from slayformer.data.shards import TokenStream, token_dtype
 from slayformer.data.tokenizer import vocabulary_size
-from slayformer.errors import ConfigError, nearest
 from slayformer.model.gpt2 import GPT2
 from slayformer.training import distributed
 from slayformer.training.devices import check_precision, found_device
@@ -32,71 +31,7 @@ from slayformer.training.objective import LanguageModelObjective
 from slayformer.training.optimizer import build_optimizer
 from slayformer.training.plan_table import own_parameters
 
-REFERENCE = "softmax"
-PLAIN = "plain"
-# the plain loop, and DeepSpeed with each of its ZeRO stages
-LOOPS = (PLAIN, "zero0", "zero1", "zero2", "zero3")
 GPU_BUDGET_S = 480.0
-# what of train.yaml changes an update, and what of that this command sets by itself
-TAKEN = (
-    *("model", "tokenizer", "optimizer", "engine", "attention", "experiment", "seed"),
-    "data.isolate_documents",
-)
-OWN = {
-    "model.context_length": "the command goes over lengths=[...]",
-    "engine.zero_stage": "loops=[plain,zero1] says it",
-}
-# (tokens of an update, lengths, rounds)
-CPU_DEFAULTS = {"tokens": 2048, "lengths": [1024], "rounds": 5}
-GPU_DEFAULTS = {"tokens": 32_768, "lengths": [1024, 4096], "rounds": 7}
-QUICK = {"tokens": 256, "lengths": [64, 128], "rounds": 2}
-
-
-@dataclass(frozen=True)
-class UpdateCell:
-    """One mechanism under one loop at one context length: medians over rounds, or why none.
-
-    Milliseconds are of an update and of its parts. `ratio`: tokens per second ÷ those of softmax
-    under the same loop; `overhead`: time ÷ that of the plain loop; both medians over rounds.
-    """
-
-    mechanism: str
-    loop: str
-    length: int
-    left_out: str | None = None
-    parameters: int | None = None
-    rounds: int = 0
-    milliseconds: float | None = None
-    lower_milliseconds: float | None = None
-    upper_milliseconds: float | None = None
-    data_milliseconds: float | None = None
-    forward_backward_milliseconds: float | None = None
-    optimizer_milliseconds: float | None = None
-    tokens_per_second: float | None = None
-    mfu: float | None = None
-    ratio: float | None = None
-    overhead: float | None = None
-
-
-@dataclass(frozen=True)
-class UpdateResult:
-    """Everything a run found, with what it was found on and with."""
-
-    machine: dict[str, Any]
-    options: dict[str, Any]
-    # what every update had in common
-    shared: dict[str, Any]
-    cells: list[UpdateCell]
-
-    def plain(self) -> dict[str, Any]:
-        """Return it as JSON can hold it."""
-        return asdict(self)
-
-    @staticmethod
-    def from_plain(plain: dict[str, Any]) -> UpdateResult:
-        """Return what `plain` returned; raises KeyError or TypeError if it is something else."""
-        given = {item.name: plain[item.name] for item in fields(UpdateResult)}
-        return UpdateResult(**{**given, "cells": [UpdateCell(**cell) for cell in plain["cells"]]})
 
 
 class PlainLoop:
@@ -158,59 +93,6 @@ class _Running:
         with self.meter.part("optimizer", wait=True):
             self.loop.step(self.config.optimizer.learning_rate)
         self.told.append(self.meter.end_update(targets))
-
-
-def check(config: BenchTrainConfig) -> BenchTrainConfig:
-    """Return `config` with every null but the limits and folders filled in; raises ConfigError."""
-    defaults = GPU_DEFAULTS if torch.cuda.is_available() else CPU_DEFAULTS
-    for key, value in (QUICK if config.quick else defaults).items():
-        if getattr(config, key) is None:
-            setattr(config, key, value)
-    for key in ("attention", "loops", "lengths"):
-        values = getattr(config, key)
-        if not values or len(set(values)) < len(values):
-            raise ConfigError(key, values, "name at least one, and each once")
-    for name in config.loops:
-        if name not in LOOPS:
-            raise ConfigError("loops", name, nearest(name, LOOPS))
-    assert config.lengths is not None
-    assert config.tokens is not None
-    for length in config.lengths:
-        if not 0 < length <= config.tokens:
-            hint = f"must be above 0 and at most tokens={config.tokens}"
-            raise ConfigError("lengths", length, hint)
-    return config
-
-
-def plan(config: BenchTrainConfig, overrides: Sequence[str]) -> dict[tuple, TrainConfig]:
-    """Return the configuration of every mechanism, loop and length; raises UserError."""
-    assert config.lengths is not None
-    assert config.tokens is not None
-    given = list(overrides)
-    for override in given:
-        key, _, value = override.lstrip("+~").partition("=")
-        if key in OWN:
-            raise ConfigError(key, value, OWN[key])
-        if not any(key == taken or key.startswith(f"{taken}.") for taken in TAKEN):
-            hint = "does not change what an update takes; what does: " + ", ".join(TAKEN)
-            raise ConfigError(key, value, hint)
-    keys = {override.lstrip("+").partition("=")[0] for override in given}
-    if "model" not in keys and "experiment" not in keys:
-        given.insert(0, "model=gpt2_mini" if config.quick else "model=gpt2_small")
-    if "engine.precision" not in keys and torch.cuda.is_available():
-        given.append("engine.precision=bf16")
-    configs = {}
-    for length in config.lengths:
-        samples = config.tokens // length
-        own = [f"model.context_length={length}", f"batch.micro_samples={samples}"]
-        own += ["batch.samples_per_update=null", f"batch.samples_per_device={samples}"]
-        own += ["batch.ramp=null"]
-        for name in config.attention:
-            for loop in config.loops:
-                stage = 0 if loop == PLAIN else LOOPS.index(loop) - 1
-                options = [*given, *own, f"attention={name}", f"engine.zero_stage={stage}"]
-                configs[length, name, loop] = load_config(compose("train", options))
-    return configs
 
 
 def measure_updates(

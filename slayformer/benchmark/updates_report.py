@@ -10,7 +10,8 @@ from pathlib import Path
 
 from slayformer.benchmark.machine import in_words
 from slayformer.benchmark.report import BUSY_LOAD_PER_CORE
-from slayformer.benchmark.updates import PLAIN, REFERENCE, UpdateCell, UpdateResult
+from slayformer.benchmark.update_plan import PLAIN, REFERENCE
+from slayformer.benchmark.update_results import UpdateCell, UpdateResult
 from slayformer.errors import ConfigError
 from slayformer.evaluation.report_figure import COLOURS
 from slayformer.training.meters import UPDATE_PARTS

@@ -13,7 +13,9 @@ from matplotlib.image import imread
 
 from slayformer.benchmark.command import run_updates
 from slayformer.benchmark.update_options import BenchTrainConfig, split_arguments
-from slayformer.benchmark.updates import PlainLoop, UpdateResult, check, measure_updates, plan
+from slayformer.benchmark.update_plan import check, plan
+from slayformer.benchmark.update_results import UpdateResult
+from slayformer.benchmark.updates import PlainLoop, measure_updates
 from slayformer.benchmark.updates_report import write_updates
 from slayformer.errors import ConfigError, UserError
 from slayformer.model.gpt2 import GPT2
