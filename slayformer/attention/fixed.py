@@ -25,7 +25,9 @@ class Prepared:
         self._made: tuple[Projection | None] | None = None
 
     def projection(self, *tensors: Tensor) -> Projection | None:
-        """Return the map that `tensors`, which are those here, make as activations of a product."""
+        """Return the map that `tensors` make as activations of a product, kept if they are ours."""
+        if any(given is not own for given, own in zip(tensors, self.tensors, strict=True)):
+            return self._project(*tensors)
         if self._made is None:
             self._made = (self._project(*tensors),)
         return self._made[0]
