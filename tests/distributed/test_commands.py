@@ -80,7 +80,10 @@ def test_asked_to_stop_it_saves_and_goes_on_bit_for_bit(
     wait_for_updates(stopped, 5, processes)
     if world_size == 1:
         again = [*launch.cases["long"], "resume=auto", f"run_directory={stopped}"]
+        # stopped, or it could be done before the second has begun
+        processes[0].send_signal(signal.SIGSTOP)
         ((code, message),) = ends(start_ranks(again, 1))
+        processes[0].send_signal(signal.SIGCONT)
         assert code == 2
         assert f"error: run_directory={stopped}: process {processes[0].pid} on " in message
     # Ctrl-C for one process; a cluster may tell any rank that it will take the machines away
