@@ -81,6 +81,7 @@ def chunk_outputs(
     RULE: tl.constexpr,
     NORMALISE: tl.constexpr,
     BT: tl.constexpr,
+    BO: tl.constexpr,
     BM: tl.constexpr,
     BE: tl.constexpr,
     BF: tl.constexpr,
@@ -94,6 +95,8 @@ def chunk_outputs(
     NEAR_FORM: tl.constexpr,
 ):
     """Write what a tile of queries gets from the state and from keys; grid (tiles, B·H).
+
+    Keys come in tiles of BO.
 
     `rest`, laid out as `output`, gets what the output's dtype cannot hold.
     """
@@ -133,8 +136,8 @@ def chunk_outputs(
     )
     # a tile past the chunk's end has no queries
     end = tl.where(first < stop, tl.minimum(first + BT, stop) + lag, start)
-    for tile in range(start, end, BT):
-        s = tile + tl.arange(0, BT)
+    for tile in range(start, end, BO):
+        s = tile + tl.arange(0, BO)
         s_mask = s < total_length
         s_document, s_position = query_places(
             key_documents, key_positions, b, total_length, s, s_mask, HAS_DOCUMENTS
@@ -166,7 +169,7 @@ def chunk_outputs(
             groups,
             squares,
             BT,
-            BT,
+            BO,
             F,
             BF,
             HAS_SQUARES,
@@ -185,7 +188,7 @@ def chunk_outputs(
                 s,
                 s_mask,
                 near_key_token,
-                tl.zeros((BT, BT), tl.float32),
+                tl.zeros((BT, BO), tl.float32),
                 D,
                 BD,
                 NORMALISE,

@@ -43,6 +43,8 @@ CHUNK = 128
 ONE_CHUNK = 256
 # the sequence is cut into segments until so many programs carry its states
 PROGRAMS = 528
+# features of a slice of the state, by the width of v
+CARRIED_FEATURES = {16: 32, 32: 32, 64: 64, 128: 16}
 NEAR_KERNELS = {"none": NO_KERNEL.value, "yat": YAT.value, "exponential": EXPONENTIAL.value}
 
 
@@ -111,10 +113,17 @@ class Pass:
         is_heavy = self.form != BF16.value or _block(self.width) > 64
         # before Hopper both operands of a product lie in registers
         is_heavy = is_heavy or architecture_of(v.device) < 90
-        self.block_t = 16 if self.length <= 16 else 64
-        self.backward_t = min(32 if is_heavy else 64, self.block_t)
+        has_near = sides.near_query is not None
+        self.block_t = 16 if self.length <= 16 else 32 if is_heavy and has_near else 64
+        self.block_o = min(32 if is_heavy or has_near else 64, self.block_t)
         self.block_m = 32 if is_heavy else 64
+        self.backward_t = min(32 if is_heavy else 64, self.block_t)
+        self.backward_o = min(16 if is_heavy or has_near else 32, self.block_t)
+        self.backward_m = 32 if _block(self.width) <= 64 else 16
         self.warps = 8 if is_heavy else 4
+        fp32 = self.form != BF16.value
+        self.carry_m = 32 if fp32 else CARRIED_FEATURES[_block(self.width)]
+        self.carry_warps = 8 if fp32 else 4
         self.has_state = walk.has_past or walk.has_future or self.chunks > 1
         self._mask()
 
@@ -235,7 +244,7 @@ class Pass:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return S and z around every chunk, and both after the last [B, H, M, E + 1]."""
         batch_heads, m, e = self.batch * self.heads, self.features, self.width
-        slices = triton.cdiv(m, self.block_m)
+        slices = triton.cdiv(m, self.carry_m)
         wanted = max(1, min(triton.cdiv(PROGRAMS, batch_heads * slices), self.chunks // 4))
         per_segment = triton.cdiv(self.chunks, wanted)
         segments = triton.cdiv(self.chunks, per_segment)
@@ -266,7 +275,7 @@ class Pass:
             "M": m,
             "TERMS": self.tables.terms,
             "BT": self.block_t,
-            "BM": self.block_m,
+            "BM": self.carry_m,
             "BE": _block(e),
             "REVERSE": reverse,
             "HAS_WEIGHT": weight is not None,
@@ -277,7 +286,9 @@ class Pass:
         def run(before: Tensor | None, after: Tensor, keep_all: bool) -> None:
             given = {"before": after if before is None else before, "after": after}
             kinds = {"HAS_BEFORE": before is not None, "KEEP_ALL": keep_all}
-            launch(carry_states, grid, {**arguments, **given}, {**constants, **kinds}, self.warps)
+            launch(
+                carry_states, grid, {**arguments, **given}, {**constants, **kinds}, self.carry_warps
+            )
 
         if segments == 1:
             run(before, after, True)
@@ -352,6 +363,7 @@ class Pass:
             **self._pairs(self.block_t),
             "M": self.features,
             "TERMS": self.tables.terms,
+            "BO": self.block_o,
             "BM": self.block_m,
             "HAS_STATE": self.has_state,
             "IS_QUOTIENT": offset is not None,
@@ -422,7 +434,7 @@ class Pass:
         grid = (tiles, b * h, triton.cdiv(self.tables.width, self.tables.block))
         constants = {
             **self._pairs(self.backward_t),
-            "BO": min(32, self.backward_t),
+            "BO": self.backward_o,
             "IS_KEY": is_key,
         }
         launch(pairs_backward, grid, arguments, constants, 8)
@@ -464,7 +476,7 @@ class Pass:
             "M": self.features,
             "TERMS": self.tables.terms,
             "BT": self.backward_t,
-            "BM": 32,
+            "BM": self.backward_m,
             "BE": _block(self.width),
             "BF": self.tables.block,
             "IS_KEY": is_key,
