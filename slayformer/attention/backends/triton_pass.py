@@ -43,8 +43,6 @@ CHUNK = 128
 ONE_CHUNK = 256
 # the sequence is cut into segments until so many programs carry its states
 PROGRAMS = 528
-# features of a slice of the state, by the width of v
-CARRIED_FEATURES = {16: 32, 32: 32, 64: 64, 128: 16}
 NEAR_KERNELS = {"none": NO_KERNEL.value, "yat": YAT.value, "exponential": EXPONENTIAL.value}
 
 
@@ -113,17 +111,16 @@ class Pass:
         is_heavy = self.form != BF16.value or _block(self.width) > 64
         # before Hopper both operands of a product lie in registers
         is_heavy = is_heavy or architecture_of(v.device) < 90
-        has_near = sides.near_query is not None
+        has_near, is_fp32 = sides.near_query is not None, self.form != BF16.value
         self.block_t = 16 if self.length <= 16 else 32 if is_heavy and has_near else 64
-        self.block_o = min(32 if is_heavy or has_near else 64, self.block_t)
+        most = 16 if is_fp32 and has_near else 32 if is_heavy or has_near else 64
+        self.block_o = min(most, self.block_t)
         self.block_m = 32 if is_heavy else 64
+        self.warps = 8 if is_heavy else 4
+        self.carry_m = 16 if is_heavy else 64
         self.backward_t = min(32 if is_heavy else 64, self.block_t)
         self.backward_o = min(16 if is_heavy or has_near else 32, self.block_t)
-        self.backward_m = 32 if _block(self.width) <= 64 else 16
-        self.warps = 8 if is_heavy else 4
-        fp32 = self.form != BF16.value
-        self.carry_m = 32 if fp32 else CARRIED_FEATURES[_block(self.width)]
-        self.carry_warps = 8 if fp32 else 4
+        self.backward_m = 16 if is_fp32 or _block(self.width) > 64 else 32
         self.has_state = walk.has_past or walk.has_future or self.chunks > 1
         self._mask()
 
@@ -286,9 +283,7 @@ class Pass:
         def run(before: Tensor | None, after: Tensor, keep_all: bool) -> None:
             given = {"before": after if before is None else before, "after": after}
             kinds = {"HAS_BEFORE": before is not None, "KEEP_ALL": keep_all}
-            launch(
-                carry_states, grid, {**arguments, **given}, {**constants, **kinds}, self.carry_warps
-            )
+            launch(carry_states, grid, {**arguments, **given}, {**constants, **kinds}, 4)
 
         if segments == 1:
             run(before, after, True)
