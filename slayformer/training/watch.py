@@ -74,19 +74,28 @@ class _Watch(threading.Thread):
         self._answer(lambda: self._store.set(str(self._rank), FINISHED))
 
     def run(self) -> None:
-        while not self._finished.wait(self._interval_s):
-            self._beats += 1
-            self._answer(self._tell)
+        while self._beat():
             if time.monotonic() - _passed_at > self._timeout_s:
                 missing = self._missing()
                 if missing and not self._finished.is_set():
                     self._end(missing)
 
+    def _beat(self) -> bool:
+        """Wait a while and show a sign of life; return False once this process waits for nobody."""
+        if self._finished.wait(self._interval_s):
+            return False
+        self._beats += 1
+        self._answer(self._tell)
+        return True
+
     def _missing(self) -> list[str]:
         """Return who has not arrived, in words; nobody if all are where this process is."""
         here = _passed
         before = self._answer(self._read)
-        self._finished.wait(SIGN_OF_LIFE_S)
+        # who looks for the others shows them signs of life meanwhile: they may be looking too
+        until = time.monotonic() + SIGN_OF_LIFE_S
+        while time.monotonic() < until and self._beat():
+            pass
         after = self._answer(self._read)
         if here != _passed:
             return []

@@ -337,7 +337,9 @@ def test_a_run_that_cannot_start_leaves_the_others(tmp_path: Path, text_folder: 
 @pytest.mark.slow
 def test_runs_of_several_processes_stop_and_go_on(tmp_path: Path, text_folder: Path) -> None:
     comparison = Comparison(tmp_path / "comparison", text_folder, ["slay"])
-    options = ("seeds=[1]", "processes=2", "budget.updates=300")
+    # enough for a stop to come in time on a fast machine
+    count = 1200
+    options = ("seeds=[1]", "processes=2", f"budget.updates={count}")
     folder = comparison.directory / "slay-seed1"
 
     process = comparison.start(*options)
@@ -357,7 +359,7 @@ def test_runs_of_several_processes_stop_and_go_on(tmp_path: Path, text_folder: P
     assert "going on after update" in (comparison.directory / "slay-seed1.log").read_text()
     assert json.loads((folder / "plan.json").read_text())["world_size"] == 2
     updates = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
-    assert [u["update"] for u in updates if u["kind"] == "train"] == [*range(1, 301)]
+    assert [u["update"] for u in updates if u["kind"] == "train"] == [*range(1, count + 1)]
     losses = read_document_losses(folder)
     assert losses is not None
     summary = json.loads((folder / "summary.json").read_text())
