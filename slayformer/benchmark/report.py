@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import csv
-import json
 from collections.abc import Callable
-from dataclasses import asdict, fields
 from pathlib import Path
 
 from slayformer.benchmark.contestants import PEERS, REFERENCE
 from slayformer.benchmark.figure import TITLES, draw_scaling, tokens_label
 from slayformer.benchmark.machine import in_words
+from slayformer.benchmark.record import read_record, write_csv, write_record
 from slayformer.benchmark.results import Cell, Result, crossover, of_pass
-from slayformer.errors import ConfigError
 
 RECORD = "bench_attention.json"
 PICTURE = "bench_attention.png"
@@ -22,25 +19,15 @@ BUSY_LOAD_PER_CORE = 0.5
 
 def read_result(folder: Path) -> Result:
     """Return what an earlier run wrote to `folder`; raises ConfigError if that is not there."""
-    path = folder / RECORD
-    try:
-        return Result.from_plain(json.loads(path.read_text(encoding="utf-8")))
-    except OSError as error:
-        hint = f"cannot be read ({error.strerror}); name the folder of an earlier run"
-        raise ConfigError("redraw", path, hint) from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError("redraw", path, "is not a record of this command") from error
+    return read_record(folder / RECORD, Result.from_plain)
 
 
 def write_report(directory: Path, result: Result) -> list[Path]:
     """Write the record, the table as CSV and Markdown and the picture; return their paths."""
     names = (RECORD, "bench_attention.csv", "bench_attention.md", PICTURE)
     record, table, text, picture = paths = [directory / name for name in names]
-    record.write_text(json.dumps(result.plain(), indent=2) + "\n", encoding="utf-8")
-    with table.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [item.name for item in fields(Cell)])
-        writer.writeheader()
-        writer.writerows(asdict(cell) for cell in result.cells)
+    write_record(record, result.plain())
+    write_csv(table, Cell, result.cells)
     draw_scaling(
         picture, result.cells, passes=result.options["passes"], title=in_words(result.machine)
     )

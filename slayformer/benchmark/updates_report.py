@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import csv
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields
 from pathlib import Path
 
 from slayformer.benchmark.machine import in_words
+from slayformer.benchmark.record import read_record, write_csv, write_record
 from slayformer.benchmark.report import BUSY_LOAD_PER_CORE
 from slayformer.benchmark.update_plan import PLAIN, REFERENCE
 from slayformer.benchmark.update_results import UpdateCell, UpdateResult
-from slayformer.errors import ConfigError
 from slayformer.evaluation.report_figure import COLOURS
 from slayformer.training.meters import UPDATE_PARTS
 
@@ -49,25 +46,15 @@ SHORT = {
 
 def read_updates(folder: Path) -> UpdateResult:
     """Return what an earlier run wrote to `folder`; raises ConfigError if that is not there."""
-    path = folder / RECORD
-    try:
-        return UpdateResult.from_plain(json.loads(path.read_text(encoding="utf-8")))
-    except OSError as error:
-        hint = f"cannot be read ({error.strerror}); name the folder of an earlier run"
-        raise ConfigError("redraw", path, hint) from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError("redraw", path, "is not a record of this command") from error
+    return read_record(folder / RECORD, UpdateResult.from_plain)
 
 
 def write_updates(directory: Path, result: UpdateResult) -> list[Path]:
     """Write the record, the table as CSV and Markdown and the picture; return their paths."""
     names = (RECORD, "bench_train.csv", "bench_train.md", PICTURE)
     record, table, text, picture = paths = [directory / name for name in names]
-    record.write_text(json.dumps(result.plain(), indent=2) + "\n", encoding="utf-8")
-    with table.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [item.name for item in fields(UpdateCell)])
-        writer.writeheader()
-        writer.writerows(asdict(cell) for cell in result.cells)
+    write_record(record, result.plain())
+    write_csv(table, UpdateCell, result.cells)
     draw_updates(picture, result)
     body = [[column(cell) for column in COLUMNS.values()] for cell in result.cells]
     rule = ["---:", "---", "---"] + ["---:"] * (len(COLUMNS) - 3)
