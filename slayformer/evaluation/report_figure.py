@@ -1,7 +1,8 @@
-"""The pictures of a comparison: losses over training, losses along the context, recall."""
+"""The pictures of a comparison: losses at the end, over training, along the context; recall."""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,11 +22,14 @@ DASHES = ("-", "--", "-.", ":")
 
 
 def draw_pictures(directory: Path, report: Report) -> list[Path]:
-    """Draw curves, and positions and recall if measured; each as .png and as .svg.
+    """Draw losses and curves, and positions and recall if measured; each as .png and as .svg.
 
     Return the paths.
     """
-    figures = {"curves": curves(report.runs, [row.mechanism for row in report.rows])}
+    figures = {
+        "losses": losses(report.runs, report.rows),
+        "curves": curves(report.runs, [row.mechanism for row in report.rows]),
+    }
     if report.placed:
         figures["positions"] = positions(report.placed)
     if report.recalling:
@@ -36,6 +40,38 @@ def draw_pictures(directory: Path, report: Report) -> list[Path]:
             paths.append(directory / f"{name}.{kind}")
             figure.savefig(paths[-1])
     return paths
+
+
+def losses(runs: Sequence[Run], rows: Sequence[Row]) -> Figure:
+    """Return the final validation loss of every mechanism, best on top, and of each of its seeds.
+
+    The bar is the sample standard deviation over seeds; controls are hollow, diverged runs absent.
+    """
+    from matplotlib.figure import Figure
+
+    rows = [row for row in rows if math.isfinite(row.loss)]
+    figure = Figure(figsize=(8, 1.4 + 0.28 * len(rows)), layout="constrained", dpi=150)
+    axes = figure.subplots()
+    for place, row in enumerate(rows):
+        seeds = [run.summary["validation_loss"] for run in runs if run.mechanism == row.mechanism]
+        axes.plot(seeds, [place] * len(seeds), "|", color="#777777", markersize=9)
+        axes.errorbar(
+            row.loss,
+            place,
+            xerr=row.loss_std,
+            fmt="o",
+            color=COLOURS[0],
+            markerfacecolor="white" if row.control else COLOURS[0],
+            capsize=3,
+        )
+        axes.annotate(
+            f"{row.loss:.3f}", (1.01, place), xycoords=("axes fraction", "data"), va="center"
+        )
+    axes.set_yticks(range(len(rows)), [row.label for row in rows])
+    axes.invert_yaxis()
+    axes.set(title="Final validation loss", xlabel="loss (nats/token): mean, its spread, each seed")
+    axes.grid(axis="x", alpha=0.25)
+    return figure
 
 
 def curves(runs: Sequence[Run], mechanisms: Sequence[str]) -> Figure:

@@ -12,6 +12,7 @@ import pytest
 
 from slayformer.errors import ConfigError
 from slayformer.evaluation.report import make_report, make_rows
+from slayformer.evaluation.report_figure import losses
 from slayformer.evaluation.report_files import write_report
 from slayformer.evaluation.report_table import latex, latex_text, markdown
 from slayformer.evaluation.runs import Run, is_finished
@@ -179,7 +180,7 @@ def test_positions_and_recall_are_means_over_seeds(tmp_path: Path) -> None:
     assert "9 updates, seeds 1, 2; chance 1.6 %" in text
     for kind in (".png", ".svg"):
         assert [path.stem for path in files if path.suffix == kind] == [
-            *("curves", "positions", "recall"),
+            *("losses", "curves", "positions", "recall"),
         ]
     assert all(path.stat().st_size > 500 for path in files)
 
@@ -194,6 +195,24 @@ def test_training_curves_average_neighbours() -> None:
     assert len(curve) == 101
     assert curve[0] == (30, 2.0)
     assert curve[-1] == (3010, 301.0)
+
+
+def test_final_losses_stand_at_their_means_with_their_spread() -> None:
+    rows = make_rows([*three_mechanisms(), synthetic_run("uniform", 1, math.nan)])
+    rows[-2] = replace(rows[-2], control=True)
+    (axes,) = losses(three_mechanisms(), rows).axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == [
+        *("slay", "softmax", "linear_elu (control)"),
+    ]
+    slay, softmax, elu = axes.containers
+    assert [bar.lines[0].get_xdata()[0] for bar in (slay, softmax, elu)] == [
+        *map(pytest.approx, (3.1, 3.3, 3.8)),
+    ]
+    (spread,) = slay.lines[2][0].get_segments()
+    assert spread[:, 0] == pytest.approx([3.0, 3.2])
+    # hollow
+    assert elu.lines[0].get_markerfacecolor() == "white"
+    assert slay.lines[0].get_markerfacecolor() != "white"
 
 
 def test_curves_show_every_mechanism(tmp_path: Path) -> None:
