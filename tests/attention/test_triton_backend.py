@@ -270,19 +270,19 @@ def test_states_in_and_out(case: str) -> None:
 def test_a_sequence_is_cut_into_segments_for_more_programs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from slayformer.attention.backends import triton_pass
+    from slayformer.attention.backends import triton_carry, triton_pass, triton_start
 
-    kept = triton_pass.launch
+    kept = triton_start.launch
     joined: list[int] = []
 
     def launch(kernel: Any, grid: Any, arguments: dict[str, Any], *rest: Any) -> None:
-        if kernel is triton_pass.join_segments:
+        if kernel is triton_carry.join_segments:
             joined.append(arguments["segments"])
         kept(kernel, grid, arguments, *rest)
 
-    monkeypatch.setattr(triton_pass, "launch", launch)
+    monkeypatch.setattr(triton_start, "launch", launch)
     monkeypatch.setattr(triton_pass, "CHUNK", 16)
-    monkeypatch.setattr(triton_pass, "PROGRAMS", 10**6)
+    monkeypatch.setattr(triton_carry, "PROGRAMS", 10**6)
     documents = (torch.arange(200) // torch.tensor([[90], [150]])).contiguous()
     check("best", 200)
     check("paper", 200, batch=2, document_ids=documents)

@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import mangle_type
 
 from slayformer.attention import backends
-from slayformer.attention.backends import triton_pass
+from slayformer.attention.backends import triton_start
 from slayformer.errors import UserError
 from slayformer.presets import make_attention
 
@@ -79,10 +79,10 @@ def recorded_starts(mechanism: str, dtype: str, width: int, architecture: int) -
     ) -> None:
         starts[_start(kernel, arguments, constants, warps)] = None
 
-    kept_launch, kept_backend = triton_pass.launch, backends.BACKENDS["triton"]
-    kept_architecture = triton_pass.architecture_of
-    triton_pass.launch = note
-    triton_pass.architecture_of = lambda device: architecture
+    kept_launch, kept_backend = triton_start.launch, backends.BACKENDS["triton"]
+    kept_architecture = triton_start.architecture_of
+    triton_start.launch = note
+    triton_start.architecture_of = lambda device: architecture
     backends.BACKENDS["triton"] = dataclasses.replace(kept_backend, obstacle=lambda q, v: None)
     try:
         attention = make_attention(
@@ -96,8 +96,8 @@ def recorded_starts(mechanism: str, dtype: str, width: int, architecture: int) -
         # nothing has been computed: the gradients have shapes, but no values
         attention(q, k, v)[0].sum().backward()
     finally:
-        triton_pass.launch = kept_launch
-        triton_pass.architecture_of = kept_architecture
+        triton_start.launch = kept_launch
+        triton_start.architecture_of = kept_architecture
         backends.BACKENDS["triton"] = kept_backend
     return list(starts)
 

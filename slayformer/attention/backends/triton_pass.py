@@ -7,7 +7,6 @@ E width of v, F columns of factors, M features.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,25 +14,21 @@ import torch
 import triton
 from torch import Tensor
 
+from slayformer.attention.backends import triton_start
+from slayformer.attention.backends.triton_carry import Carrier
 from slayformer.attention.backends.triton_layout import tables_of
 from slayformer.attention.backends.triton_math import (
-    BF16,
     EXPONENTIAL,
     FP32,
     NO_KERNEL,
-    ROUNDED,
     SAME_STRETCH,
-    TF32,
     YAT,
 )
 from slayformer.attention.backends.triton_outputs import chunk_outputs
 from slayformer.attention.backends.triton_pairs import pairs_backward
-from slayformer.attention.backends.triton_sides import INTERPRETED, Sides
-from slayformer.attention.backends.triton_states import (
-    carry_states,
-    join_segments,
-    states_backward,
-)
+from slayformer.attention.backends.triton_sides import Sides
+from slayformer.attention.backends.triton_start import Blocks, block_of, strides_of
+from slayformer.attention.backends.triton_states import states_backward
 from slayformer.attention.walk import Walk
 
 # queries of a chunk where a state carries the past: the states around all chunks are written and
@@ -41,8 +36,6 @@ from slayformer.attention.walk import Walk
 CHUNK = 128
 # up to here a sequence is one chunk, which needs no state
 ONE_CHUNK = 256
-# the sequence is cut into segments until so many programs carry its states
-PROGRAMS = 528
 NEAR_KERNELS = {"none": NO_KERNEL.value, "yat": YAT.value, "exponential": EXPONENTIAL.value}
 
 
@@ -57,42 +50,6 @@ class Call:
     offset_H: Tensor | None
 
 
-def launch(
-    kernel: Any,
-    grid: tuple[int, ...],
-    arguments: dict[str, Any],
-    constants: dict[str, Any],
-    warps: int,
-) -> None:
-    """Run a kernel where its tensors are; the one place where any starts."""
-    device = next(x.device for x in arguments.values() if isinstance(x, Tensor))
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        kernel[grid](**arguments, **constants, num_warps=warps, num_stages=1)
-
-
-def architecture_of(device: torch.device) -> int:
-    """Return the compute capability without the dot; for the interpreter that of most kernels."""
-    if device.type != "cuda":
-        return 90
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
-
-
-def _form(dtype: torch.dtype) -> int:
-    """Return how products take operands in a call on tensors of `dtype`."""
-    if dtype == torch.bfloat16:
-        return ROUNDED.value if INTERPRETED else BF16.value
-    return TF32.value if dtype == torch.float16 else FP32.value
-
-
-def _block(width: int) -> int:
-    return max(16, triton.next_power_of_2(width))
-
-
-def _strides(x: Tensor, name: str) -> dict[str, int]:
-    return {f"{name}_{axis}": x.stride(i) for i, axis in enumerate(("batch", "head", "token"))}
-
-
 class Pass:
     """One pass forward or backward over one call's tensors."""
 
@@ -104,25 +61,28 @@ class Pass:
         self.batch, self.heads, self.total, self.width = v.shape
         self.length, self.features = walk.length, memory.shape[2]
         self.tables = tables_of(sides.layout, v.device)
-        self.form, self.dtype = _form(dtype), v.dtype
+        self.form = triton_start.form_of(dtype)
         self.chunk = self._chunk()
         self.chunks = max(1, triton.cdiv(self.length, self.chunk))
-        # blocks and warps that keep the kernels within the registers: scripts/check_kernels.py
-        is_heavy = self.form != BF16.value or _block(self.width) > 64
-        # before Hopper both operands of a product lie in registers
-        is_heavy = is_heavy or architecture_of(v.device) < 90
-        has_near, is_fp32 = sides.near_query is not None, self.form != BF16.value
-        self.block_t = 16 if self.length <= 16 else 32 if is_heavy and has_near else 64
-        most = 16 if is_fp32 and has_near else 32 if is_heavy or has_near else 64
-        self.block_o = min(most, self.block_t)
-        self.block_m = 32 if is_heavy else 64
-        self.warps = 8 if is_heavy else 4
-        self.carry_m = 16 if is_heavy else 64
-        self.backward_t = min(32 if is_heavy else 64, self.block_t)
-        self.backward_o = min(16 if is_heavy or has_near else 32, self.block_t)
-        self.backward_m = 16 if is_fp32 or _block(self.width) > 64 else 32
+        self.blocks = Blocks.choose(
+            form=self.form,
+            architecture=triton_start.architecture_of(v.device),
+            length=self.length,
+            width=self.width,
+            has_near=sides.near_query is not None,
+        )
         self.has_state = walk.has_past or walk.has_future or self.chunks > 1
         self._mask()
+        self.carrier = Carrier(
+            tables=self.tables,
+            blocks=self.blocks,
+            form=self.form,
+            features=self.features,
+            length=self.length,
+            chunk=self.chunk,
+            chunks=self.chunks,
+            keeps_BC=self.keeps,
+        )
 
     def _chunk(self) -> int:
         walk, length = self.walk, max(1, self.walk.length)
@@ -204,9 +164,9 @@ class Pass:
             "RULE": SAME_STRETCH.value if self.walk.local == "chunk" else 0,
             "NORMALISE": self.sides.normalises,
             "BT": block_t,
-            "BE": _block(self.width),
+            "BE": block_of(self.width),
             "BF": self.tables.block,
-            "BD": _block(width),
+            "BD": block_of(width),
             "HAS_MASK": self.key_mask is not None,
             "HAS_DOCUMENTS": self.reads is not None,
             "NEAR_FORM": near_form,
@@ -226,104 +186,14 @@ class Pass:
             query: sides.near_query,
             key: sides.near_key,
             **{name: self.v if x is None else x for name, x in numbers.items()},
-            **_strides(sides.near_query, query),
-            **_strides(sides.near_key, key),
+            **strides_of(sides.near_query, query),
+            **strides_of(sides.near_key, key),
         }
-
-    def carry(
-        self,
-        x: Tensor,
-        value: Tensor,
-        weight: Tensor | None,
-        enters: Tensor | None,
-        before: Tensor | None,
-        reverse: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return S and z around every chunk, and both after the last [B, H, M, E + 1]."""
-        batch_heads, m, e = self.batch * self.heads, self.features, self.width
-        slices = triton.cdiv(m, self.carry_m)
-        wanted = max(1, min(triton.cdiv(PROGRAMS, batch_heads * slices), self.chunks // 4))
-        per_segment = triton.cdiv(self.chunks, wanted)
-        segments = triton.cdiv(self.chunks, per_segment)
-        device, fp32 = x.device, torch.float32
-        around = torch.empty(batch_heads, self.chunks, m, e, dtype=self.dtype, device=device)
-        sums_around = torch.empty(batch_heads, self.chunks, m, dtype=fp32, device=device)
-        after = torch.empty(batch_heads, segments, m, e + 1, dtype=fp32, device=device)
-        has_masks = enters is not None
-        arguments = {
-            "x": x,
-            "value": value,
-            "weight": x if weight is None else weight,
-            "enters": x if enters is None else enters,
-            "keeps": x if self.keeps is None else self.keeps,
-            "around": around,
-            "sums_around": sums_around,
-            "table": self.tables.columns,
-            "scale": self.tables.scale,
-            **_strides(value, "value"),
-            "x_length": x.shape[2],
-            "length": self.length,
-            "chunk": self.chunk,
-            "chunks": self.chunks,
-            "segment_chunks": per_segment,
-        }
-        constants = {
-            **self._sizes(),
-            "M": m,
-            "TERMS": self.tables.terms,
-            "BT": self.block_t,
-            "BM": self.carry_m,
-            "BE": _block(e),
-            "REVERSE": reverse,
-            "HAS_WEIGHT": weight is not None,
-            "HAS_MASKS": has_masks,
-        }
-        grid = (slices, segments, batch_heads)
-
-        def run(before: Tensor | None, after: Tensor, keep_all: bool) -> None:
-            given = {"before": after if before is None else before, "after": after}
-            kinds = {"HAS_BEFORE": before is not None, "KEEP_ALL": keep_all}
-            launch(carry_states, grid, {**arguments, **given}, {**constants, **kinds}, 4)
-
-        if segments == 1:
-            run(before, after, True)
-            return around, sums_around, after[:, -1].unflatten(0, (self.batch, self.heads))
-        own, starts = torch.empty_like(after), torch.empty_like(after)
-        run(None, own, False)
-        keeps = self.keeps
-        if keeps is not None:
-            keeps = keeps.flip(1) if reverse else keeps
-            keeps = torch.nn.functional.pad(
-                keeps, (0, per_segment * segments - self.chunks), value=1
-            )
-            keeps = keeps.unflatten(1, (segments, per_segment)).amin(2).contiguous()
-        size, block = m * (e + 1), 1024
-        launch(
-            join_segments,
-            (triton.cdiv(size, block), batch_heads),
-            {
-                "own": own,
-                "keeps": own if keeps is None else keeps,
-                "before": own if before is None else before,
-                "starts": starts,
-                "size": size,
-                "segments": segments,
-            },
-            {
-                "H": self.heads,
-                "BLOCK": block,
-                "HAS_MASKS": has_masks,
-                "HAS_BEFORE": before is not None,
-            },
-            4,
-        )
-        run(starts, after, True)
-        return around, sums_around, after[:, -1].unflatten(0, (self.batch, self.heads))
 
     def states_of_keys(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the states in front of every chunk, and after the last."""
         before = self.memory.contiguous() if self.walk.has_past else None
-        return self.carry(self.sides.key, self.v, None, self.enters, before, False)
+        return self.carrier.carry(self.sides.key, self.v, None, self.enters, before, False)
 
     def forward(self, output: Tensor, rest: Tensor | None, normaliser: Tensor) -> Tensor:
         """Fill in what is given; return the state after the last token."""
@@ -347,25 +217,25 @@ class Pass:
             "table": self.tables.columns,
             "scale": self.tables.scale,
             "reads": self.v if self.reads is None else self.reads,
-            **_strides(self.v, "value"),
-            **_strides(output, "output"),
+            **strides_of(self.v, "value"),
+            **strides_of(output, "output"),
             "normaliser_head": normaliser.stride(1),
             "normaliser_token": normaliser.stride(2),
-            **self._places(self.block_t),
+            **self._places(self.blocks.tokens),
             "chunks": self.chunks,
         }
         constants = {
-            **self._pairs(self.block_t),
+            **self._pairs(self.blocks.tokens),
             "M": self.features,
             "TERMS": self.tables.terms,
-            "BO": self.block_o,
-            "BM": self.block_m,
+            "BO": self.blocks.others,
+            "BM": self.blocks.features,
             "HAS_STATE": self.has_state,
             "IS_QUOTIENT": offset is not None,
             "HAS_REST": rest is not None,
         }
-        grid = (self.chunks * self._tiles(self.block_t), self.batch * self.heads)
-        launch(chunk_outputs, grid, arguments, constants, self.warps)
+        grid = (self.chunks * self._tiles(self.blocks.tokens), self.batch * self.heads)
+        triton_start.launch(chunk_outputs, grid, arguments, constants, self.blocks.warps)
         return after
 
     def backward(
@@ -382,7 +252,7 @@ class Pass:
             around, sums_around, _ = self.states_of_keys()
             self._states_backward(d_sums, d_norm, around, sums_around, query, d_value, False)
             later = d_after.contiguous() if self.walk.has_future else None
-            around, sums_around, d_memory = self.carry(
+            around, sums_around, d_memory = self.carrier.carry(
                 self.sides.query, d_sums, d_norm, self.reads, later, True
             )
             self._states_backward(self.v, d_norm, around, sums_around, key, d_value, True)
@@ -398,7 +268,7 @@ class Pass:
         """Return the pairs' share: d factors, d near vectors, dε [H], and, for keys, dv."""
         sides, b, h = self.sides, self.batch, self.heads
         own = self.total if is_key else self.length
-        tiles = max(1, triton.cdiv(own, self.chunk)) * self._tiles(self.backward_t)
+        tiles = max(1, triton.cdiv(own, self.chunk)) * self._tiles(self.blocks.backward_tokens)
         fp32: dict[str, Any] = {"dtype": torch.float32, "device": self.v.device}
         near_width = 1 if sides.near_query is None else sides.near_query.shape[-1]
         d_x = torch.empty(b, h, own, self.tables.width, **fp32)
@@ -422,17 +292,17 @@ class Pass:
             "d_value": d_value,
             "d_epsilon": d_epsilon,
             "groups": self.tables.groups,
-            **_strides(a, "a"),
-            **_strides(other_a, "other_a"),
-            **self._places(self.backward_t),
+            **strides_of(a, "a"),
+            **strides_of(other_a, "other_a"),
+            **self._places(self.blocks.backward_tokens),
         }
         grid = (tiles, b * h, triton.cdiv(self.tables.width, self.tables.block))
         constants = {
-            **self._pairs(self.backward_t),
-            "BO": self.backward_o,
+            **self._pairs(self.blocks.backward_tokens),
+            "BO": self.blocks.backward_others,
             "IS_KEY": is_key,
         }
-        launch(pairs_backward, grid, arguments, constants, 8)
+        triton_start.launch(pairs_backward, grid, arguments, constants, 8)
         return d_x, d_near, d_epsilon.sum(dim=(0, 2)), d_value
 
     def _states_backward(
@@ -459,23 +329,23 @@ class Pass:
             "d_value": d_value,
             "table": self.tables.columns,
             "scale": self.tables.scale,
-            **_strides(a, "a"),
+            **strides_of(a, "a"),
             "x_length": x.shape[2],
             "length": self.length,
             "chunk": self.chunk,
             "chunks": self.chunks,
-            "tiles": self._tiles(self.backward_t),
+            "tiles": self._tiles(self.blocks.backward_tokens),
         }
         constants = {
             **self._sizes(),
             "M": self.features,
             "TERMS": self.tables.terms,
-            "BT": self.backward_t,
-            "BM": self.backward_m,
-            "BE": _block(self.width),
+            "BT": self.blocks.backward_tokens,
+            "BM": self.blocks.backward_features,
+            "BE": block_of(self.width),
             "BF": self.tables.block,
             "IS_KEY": is_key,
             "HAS_MASKS": meets is not None,
         }
-        grid = (self.chunks * self._tiles(self.backward_t), self.batch * self.heads)
-        launch(states_backward, grid, arguments, constants, 8)
+        grid = (self.chunks * self._tiles(self.blocks.backward_tokens), self.batch * self.heads)
+        triton_start.launch(states_backward, grid, arguments, constants, 8)
