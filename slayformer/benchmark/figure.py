@@ -28,7 +28,14 @@ PANELS: tuple[tuple[str, Callable[[Cell], float | None]], ...] = (
 def draw_scaling(
     path: Path, cells: Sequence[Cell], *, passes: Sequence[str] = ("forward",), title: str = ""
 ) -> None:
-    """Draw time, memory and tokens per second of `passes` against the length to `path`.
+    """Draw what `scaling_figure` returns to `path`."""
+    scaling_figure(cells, passes=passes, title=title).savefig(path)
+
+
+def scaling_figure(
+    cells: Sequence[Cell], *, passes: Sequence[str] = ("forward",), title: str = ""
+) -> Any:
+    """Return a Figure of time, memory and tokens per second of `passes` against the length.
 
     Both axes are logarithmic; bands are quartiles. A line ends where its contestant was left out.
     """
@@ -62,7 +69,7 @@ def draw_scaling(
         figure.legend(
             handles.values(), handles.keys(), loc="outside lower center", ncols=5, fontsize=8
         )
-    figure.savefig(path)
+    return figure
 
 
 def _draw_quartiles(axes: Any, cells: dict[int, Cell], colour: str) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
-from slayformer.cli import compose, quoted
+from slayformer.cli import COMMANDS, compose, quoted
 from slayformer.config import TrainConfig
 from slayformer.config_commands import CompareConfig, RecallConfig
 from slayformer.config_loading import load_config, to_plain
@@ -42,10 +42,16 @@ OWN_TRAIN_KEYS = {
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the command-line arguments that are for the comparison, and those for every run."""
+    """Return the command-line arguments that are for the comparison, and those for every run.
+
+    An experiment is for every run; for the comparison too if it names mechanisms and seeds.
+    """
     own_keys = {item.name for item in fields(CompareConfig)}
     own = [a for a in arguments if a.startswith("-") or a.partition("=")[0] in own_keys]
-    return own, [a for a in arguments if a not in own]
+    shared = [a for a in arguments if a not in own]
+    experiments = [a for a in shared if a.lstrip("+").startswith("experiment=")]
+    known = {path.stem for path in (COMMANDS / "experiment").glob("*.yaml")}
+    return own + [a for a in experiments if a.partition("=")[2] in known], shared
 
 
 def run(config: CompareConfig, overrides: Sequence[str]) -> int:

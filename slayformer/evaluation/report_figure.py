@@ -104,7 +104,7 @@ def curves(runs: Sequence[Run], mechanisms: Sequence[str]) -> Figure:
     floor = left.axhline(runs[0].summary["unigram_loss"], color="#777777", linewidth=1)
     for axes, title in ((left, "Training loss"), (right, "Validation loss")):
         axes.set(title=title, xlabel="training tokens", ylabel="loss (nats/token)")
-        axes.xaxis.set_major_formatter(_tokens_label)
+        axes.xaxis.set_major_formatter(tokens_label)
         axes.grid(alpha=0.25)
     # beside the curves, which a long list of names would cover
     handles, labels = right.get_legend_handles_labels()
@@ -124,7 +124,8 @@ def _xy(curve: Sequence[tuple[int, float]]) -> tuple[list[int], list[float]]:
     return [x for x, _ in curve], [y for _, y in curve]
 
 
-def _tokens_label(value: float, _position: object = None) -> str:
+def tokens_label(value: float, _position: object = None) -> str:
+    """Return a number of tokens as 3.07 M."""
     for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:g} {unit}"

@@ -29,5 +29,6 @@ def line_styles(mechanisms: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 def numbered_style(number: int) -> dict[str, Any]:
     """Return the colour and dash of the `number`th curve."""
-    dash = DASHES[(number + number // len(_PALETTE)) % len(DASHES)]
+    # with another dash where a colour comes back
+    dash = DASHES[(number + 2 * (number // len(_PALETTE))) % len(DASHES)]
     return {"color": _PALETTE[number % len(_PALETTE)], "linestyle": dash, "linewidth": 1.8}

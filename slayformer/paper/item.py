@@ -24,6 +24,7 @@ class Request:
 
     `directory` is the item's own, kept between runs: long work can leave there what it has
     finished. `processes` is how many it may start. `progress` is told the share done, 0 to 1.
+    `results` are comparisons to show: folders, or files that `results_file` tells of.
     """
 
     size: str
@@ -31,6 +32,7 @@ class Request:
     processes: int
     directory: Path
     progress: Callable[[float], None] = field(default=lambda share: None)
+    results: Sequence[str] = ()
 
     def choose(self, *, quick: Choice, full: Choice) -> Choice:
         """Return the value for the size asked for."""
@@ -79,7 +81,8 @@ class Item:
     """A piece of the paper that is computed together.
 
     `sources` are the paper's numbers of it, as "Figure 7"; `minutes` about what the quick size
-    takes one core; `published` what the paper says or shows there.
+    takes one core; `published` what the paper says or shows there. One that is not `kept` only
+    reads what others computed, and does so each time.
     """
 
     name: str
@@ -88,6 +91,7 @@ class Item:
     minutes: float
     compute: Callable[[Request], Data]
     published: str = ""
+    kept: bool = True
     draw: Callable[[Data], Sequence[Picture]] = lambda data: ()
     tables: Callable[[Data], Sequence[Table]] = lambda data: ()
     claims: Callable[[Data], Sequence[Claim]] = lambda data: ()

@@ -44,17 +44,19 @@ class PaperConfig:
     size: str = one_of("quick", "full")
     seeds: int | None = positive(None)
     processes: int | None = positive(None)
+    results: list[str] | None = None
     redo: bool = False
     directory: str = "paper_results"
 
 
 def read_config(composed: DictConfig) -> PaperConfig:
-    """Return the checked configuration; one item stands for a list of it.
+    """Return the checked configuration; one item or result stands for a list of it.
 
     Raises ConfigError for a value that cannot work.
     """
-    if isinstance(composed.get("items"), str):
-        composed["items"] = [composed["items"]]
+    for key in ("items", "results"):
+        if isinstance(composed.get(key), str):
+            composed[key] = [composed[key]]
     config: PaperConfig = load_config(composed, PaperConfig)
     choose_items(config.items)
     return config
@@ -139,7 +141,7 @@ def _record(
     """Return the item's data with how it was made, from the kept file if that serves."""
     path = directory / "data" / f"{item.name}.json"
     wanted = {"size": config.size, "seeds": config.seeds}
-    if path.exists() and not config.redo:
+    if path.exists() and item.kept and not config.redo:
         kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if kept["request"] == wanted:
             return kept
@@ -147,7 +149,10 @@ def _record(
     work.mkdir(exist_ok=True)
     processes = config.processes or len(os.sched_getaffinity(0))
     start = time.monotonic()
-    data = item.compute(Request(config.size, config.seeds, processes, work, progress))
+    request = Request(
+        config.size, config.seeds, processes, work, progress, tuple(config.results or ())
+    )
+    data = item.compute(request)
     if not any(work.iterdir()):
         work.rmdir()
     record = {

@@ -106,7 +106,7 @@ def train_and_score(
     model = XmcModel(
         options,
         feature_count=train.feature_count,
-        label_count=train.label_count,
+        label_counts=torch.from_numpy(label_counts(train)),
         width=settings.width,
         heads=settings.heads,
         encoder=settings.encoder,
@@ -151,10 +151,14 @@ def scores(ranked: np.ndarray, train: Documents, test: Documents) -> dict[str, f
     return plain | {f"PSP@{k}": scored_precision_at(ranked, test.labels, p, k) for k in RANKS}
 
 
+def label_counts(documents: Documents) -> np.ndarray:
+    """Return how many of `documents` have each label, [L]."""
+    return np.bincount(documents.labels.values, minlength=documents.label_count)
+
+
 def most_frequent(train: Documents, test: Documents) -> dict[str, float]:
     """Return the scores of answering the labels that are most frequent in training."""
-    counts = np.bincount(train.labels.values, minlength=train.label_count)
-    best = np.argsort(-counts, kind="stable")[: max(RANKS)]
+    best = np.argsort(-label_counts(train), kind="stable")[: max(RANKS)]
     return scores(np.tile(best, (len(test), 1)), train, test)
 
 

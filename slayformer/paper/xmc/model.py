@@ -31,8 +31,10 @@ class XmcModel(nn.Module):
     """Embeds a document, and gives the logarithm of its attention to every label.
 
     `encoder` `mean`: the weighted mean of its features' embeddings, as published; `attention`
-    (ours): the features attend to one another first. Weights start from `seed`, those outside the
-    mechanism the same for each. Raises ConfigError for a mechanism that looks at positions.
+    (ours): the features attend to one another first. A label is as likely to be met as it is
+    frequent: its score is multiplied by a factor that starts as its share of `label_counts` and is
+    learned. Weights start from `seed`, those outside the mechanism the same for each. Raises
+    ConfigError for a mechanism that looks at positions.
     """
 
     def __init__(
@@ -40,7 +42,7 @@ class XmcModel(nn.Module):
         options: AttentionConfig,
         *,
         feature_count: int,
-        label_count: int,
+        label_counts: Tensor,
         width: int,
         heads: int,
         encoder: str,
@@ -48,6 +50,10 @@ class XmcModel(nn.Module):
     ) -> None:
         super().__init__()
         self.heads = heads
+        label_count = len(label_counts)
+        seen_L = label_counts.float() + 1
+        # a mean factor of one leaves the mechanism's own offsets as they are
+        self.log_frequency = nn.Parameter((seen_L / seen_L.mean()).log())
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.feature_embedding = nn.Embedding(feature_count, width)
@@ -112,6 +118,8 @@ class XmcModel(nn.Module):
         if isinstance(self.label_attention, LinearAttention):
             scores, total_HB1 = self._linear_scores(self.label_attention, q_HBD, k_HLD, labels_BN)
             log_HBN = (scores.clamp_min(TINY) / total_HB1).log()
+            frequency = self.log_frequency
+            log_HBN = log_HBN + (frequency if labels_BN is None else frequency[labels_BN])
         else:
             log_HBN = self._quadratic_log_weights(q_HBD, k_HLD)
             if labels_BN is not None:
@@ -134,7 +142,8 @@ class XmcModel(nn.Module):
             for x_HND, is_query in ((q_HBD, True), (k_HLD, False))
         )
         offset = torch.as_tensor(attention.normaliser_offset(q_HBD.dtype))
-        total_HB1 = query_HBM @ key_HLM.sum(dim=1)[..., None] + offset.reshape(-1, 1, 1)
+        all_HM1 = key_HLM.mT @ self.log_frequency.exp()[:, None]
+        total_HB1 = query_HBM @ all_HM1 + offset.reshape(-1, 1, 1)
         if labels_BN is None:
             return query_HBM @ key_HLM.mT, total_HB1
         asked_HBNM = F.embedding(labels_BN, key_HLM.transpose(0, 1).flatten(1)).unflatten(
@@ -147,8 +156,9 @@ class XmcModel(nn.Module):
         assert isinstance(attention, QuadraticAttention)
         scores_HBL = attention.scores(q_HBD[None], k_HLD[None])[0]
         if attention.normalization == "softmax":
-            return scores_HBL.log_softmax(dim=-1)
-        return (scores_HBL.clamp_min(TINY) / scores_HBL.sum(dim=-1, keepdim=True)).log()
+            return (scores_HBL + self.log_frequency).log_softmax(dim=-1)
+        scores_HBL = scores_HBL.clamp_min(TINY) * self.log_frequency.exp()
+        return (scores_HBL / scores_HBL.sum(dim=-1, keepdim=True)).log()
 
 
 def _mechanism(
