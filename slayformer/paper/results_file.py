@@ -9,6 +9,7 @@ what made them unlike (`unequal`, empty if fair), and a record a run: `mechanism
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +53,15 @@ def read_results(path: Path) -> dict[str, Any]:
 
 def collect(folder: Path) -> dict[str, Any]:
     """Return the results of the finished language models in `folder`, such as a comparison."""
-    found = named_apart(find_runs([folder]).runs)
+    found = find_runs([folder]).runs
     if not found:
         raise UserError(f"{folder}: no run in it has finished")
-    runs = sorted(found, key=lambda run: (run.mechanism, run.seed))
+    return results_of(folder.resolve().name, found)
+
+
+def results_of(name: str, found: Sequence[Run]) -> dict[str, Any]:
+    """Return the results of runs; mechanisms with unlike options are told apart by them."""
+    runs = sorted(named_apart(found), key=lambda run: (run.mechanism, run.seed))
     configs = [run.config for run in runs]
     apart = {*differing_keys(configs)}
     setting = {
@@ -65,7 +71,7 @@ def collect(folder: Path) -> dict[str, Any]:
     }
     return {
         "format": FORMAT,
-        "name": folder.resolve().name,
+        "name": name,
         "setting": setting,
         "unigram_loss": runs[0].summary["unigram_loss"],
         "scored_tokens": runs[0].scored_tokens,

@@ -17,6 +17,7 @@ import pytest
 from omegaconf import OmegaConf
 from rich.progress import Progress
 
+from slayformer.cli import COMMANDS, compose
 from slayformer.config import TrainConfig
 from slayformer.config_commands import CompareConfig, RecallConfig
 from slayformer.config_loading import load_config
@@ -30,6 +31,7 @@ from slayformer.evaluation.compare import (
     split_arguments,
 )
 from slayformer.evaluation.document_losses import read_document_losses
+from slayformer.paper.published import TABLE_5
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_SECONDS = 400
@@ -56,6 +58,17 @@ def test_arguments_reach_the_comparison_or_every_run() -> None:
     assert overrides == [
         *("model.width=64", "+experiment=gpt2_small_chinchilla", "attention.delta=1e-5"),
     ]
+
+
+def test_an_experiment_may_name_mechanisms_and_seeds() -> None:
+    own, overrides = split_arguments(["experiment=table5_cpu", "seeds=[7]"])
+    assert (own, overrides) == (["seeds=[7]", "experiment=table5_cpu"], ["experiment=table5_cpu"])
+    config = load_config(compose("compare", own, folder=COMMANDS), CompareConfig)
+    assert {*config.attention} == {*TABLE_5, "slay_best"}
+    assert config.seeds == [7]
+    # its runs are those of the experiment it stands for
+    for name, other in (("table5_cpu", "cpu_race"), ("table5", "gpt2_small_chinchilla")):
+        assert compose("train", [f"experiment={name}"]) == compose("train", [f"experiment={other}"])
 
 
 def test_cells_differ_in_mechanism_seed_and_folder_alone(tmp_path: Path) -> None:

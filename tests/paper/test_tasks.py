@@ -188,7 +188,7 @@ CHANCES = {
     "addition": math.comb(16, 8) / 2**16,
     "counting": 32 * (1 / 32) * (31 / 32) ** 31,
     "solvable_multihop": 1 / 16,
-    "mqar": 1 / 16,
+    "mqar": 1 / 32,
 }
 
 

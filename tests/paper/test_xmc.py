@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
 from slayformer.errors import ConfigError, DataError
 from slayformer.paper.extreme_classification import SETTINGS, claims, measure, tables
@@ -29,11 +32,11 @@ TRUTH = Rows.of([[0, 2], [], [3]])
 CPU = torch.device("cpu")
 
 
-def model(mechanism: str, encoder: str = "mean", labels: int = 11) -> XmcModel:
+def model(mechanism: str, encoder: str = "mean", counts: Sequence[int] = (4,) * 11) -> XmcModel:
     return XmcModel(
         load_preset(mechanism, backend="torch"),
         feature_count=9,
-        label_count=labels,
+        label_counts=torch.tensor(counts),
         width=16,
         heads=2,
         encoder=encoder,
@@ -121,6 +124,21 @@ def test_psp_is_one_for_a_perfect_ranking_and_never_above() -> None:
             assert 0 < scored_precision_at(ranked, truth, p, k) < 1
 
 
+def own_weights(built: XmcModel, document: Tensor) -> Tensor:
+    """Return each head's weights as `Attention.forward` applies them, [H, B, L]."""
+    # values that tell the labels apart, as many at a time as a head is wide
+    query, keys = (
+        x.unflatten(-1, (2, 8)).transpose(0, 1)[None]
+        for x in (built.query(document), built.label_keys.weight)
+    )
+    query = F.pad(query, (0, 0, 0, 8))
+    values = F.pad(torch.eye(11, dtype=document.dtype), (0, 5)).expand(1, 2, -1, -1)
+    parts = [
+        built.label_attention(query, keys, part, causal=False)[0] for part in values.split(8, -1)
+    ]
+    return torch.cat(parts, dim=-1)[0, :, : len(document), :11]
+
+
 @pytest.mark.parametrize("mechanism", ["slay", "performer", "softmax", "yat_spherical"])
 def test_label_weights_are_the_mechanisms_own_attention(mechanism: str) -> None:
     built = model(mechanism)
@@ -130,18 +148,16 @@ def test_label_weights_are_the_mechanisms_own_attention(mechanism: str) -> None:
     torch.testing.assert_close(weights.sum(-1), torch.ones(3), atol=1e-3, rtol=0)
     some = built.log_weights(document, batch.labels_BN)
     torch.testing.assert_close(some.exp(), weights.gather(1, batch.labels_BN))
-    # as `Attention.forward` applies them, by values that tell the labels apart
-    heads = [
-        x.unflatten(-1, (2, 8)).transpose(0, 1)[None]
-        for x in (built.query(document), built.label_keys.weight)
-    ]
-    query = torch.nn.functional.pad(heads[0], (0, 0, 0, 8))
-    for first in (0, 8):
-        values = torch.eye(11)[:, first : first + 8].expand(1, 2, -1, -1)
-        values = torch.nn.functional.pad(values, (0, 8 - values.shape[-1]))
-        y, _ = built.label_attention(query, heads[1], values, causal=False)
-        wanted = y[0, :, :3].mean(dim=0)[:, : min(8, 11 - first)]
-        torch.testing.assert_close(weights[:, first : first + 8], wanted, atol=2e-5, rtol=1e-3)
+    own = own_weights(built, document)
+    torch.testing.assert_close(weights, own.mean(0), atol=2e-5, rtol=1e-3)
+    # seen 0, 1, 9 and 3 times: so much more, plus one
+    frequent = model(mechanism, counts=[0, 1, 9, *[3] * 8])
+    own = own * torch.tensor([1.0, 2, 10, *[4] * 8])
+    wanted = (own / own.sum(-1, keepdim=True)).mean(0)
+    weights = frequent.log_weights(document).exp()
+    torch.testing.assert_close(weights, wanted, atol=2e-5, rtol=1e-3)
+    some = frequent.log_weights(document, batch.labels_BN)
+    torch.testing.assert_close(some.exp(), weights.gather(1, batch.labels_BN))
 
 
 @pytest.mark.parametrize("encoder", ["mean", "attention"])

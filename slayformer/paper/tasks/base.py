@@ -62,6 +62,13 @@ class Task:
         ids_BT = self.tokens(samples, draws)
         return ids_BT, self.targets(ids_BT)
 
+    def lesson(self, samples: int, draws: torch.Generator, share: float) -> tuple[Tensor, Tensor]:
+        """Return what to train on after `share` of the training, 0 to 1, as `draw` does.
+
+        A task may begin with shorter sequences than those that are scored.
+        """
+        return self.draw(samples, draws)
+
     def tokens(self, samples: int, draws: torch.Generator) -> Tensor:
         """Return ids [B, T]; unless a task says otherwise, tokens are independent and uniform."""
         return torch.randint(self.vocabulary_size, (samples, self.length), generator=draws)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from slayformer.attention.base import generator
 from slayformer.config_loading import to_plain
@@ -71,11 +72,15 @@ def train_cell(cell: Cell) -> dict[str, Any]:
     start = time.monotonic()
     task = task_named(cell.task)
     model = build_model(task, load_preset(cell.mechanism), cell.seed)
-    draws = generator(cell.seed)
+    draws, updates = generator(cell.seed), cell.update_count
+
+    def loss(update: int) -> Tensor:
+        return answer_loss(model, *task.lesson(task.training.samples, draws, update / updates))
+
     train_small(
         model,
-        lambda update: answer_loss(model, *task.draw(task.training.samples, draws)),
-        updates=cell.update_count,
+        loss,
+        updates=updates,
         optimizer=task.training.optimizer,
         schedule=task.training.schedule,
     )

@@ -6,6 +6,8 @@ et al., 2023, "Zoology"); what is left to the mechanism is to find it again.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -30,13 +32,25 @@ class SolvableTask(Task):
 
 
 class AssociativeRecall(SolvableTask):
-    """Multi-query associative recall: pairs of key and value, then every key asks for its value."""
+    """Multi-query associative recall: pairs of key and value, then every key asks for its value.
 
-    name, length, vocabulary_size = "mqar", 32, 32
+    Training begins with a quarter of the pairs and goes on with half of them: from the start, with
+    all, nothing is learned in these updates.
+    """
+
+    name, length, vocabulary_size = "mqar", 64, 64
+    training = replace(LEARNABLE, samples=32)
 
     def draw(self, samples: int, draws: torch.Generator) -> tuple[Tensor, Tensor]:
+        return self._pairs(self.length // 4, samples, draws)
+
+    def lesson(self, samples: int, draws: torch.Generator, share: float) -> tuple[Tensor, Tensor]:
+        quarters = 1 if share < 0.25 else 2 if share < 0.5 else 4
+        return self._pairs(quarters * self.length // 16, samples, draws)
+
+    def _pairs(self, pairs: int, samples: int, draws: torch.Generator) -> tuple[Tensor, Tensor]:
         half = self.vocabulary_size // 2
-        return draw_batch(self.length // 4, samples, keys=half, values=half, draws=draws)
+        return draw_batch(pairs, samples, keys=half, values=half, draws=draws)
 
 
 class InContextBigrams(SolvableTask):
@@ -99,7 +113,11 @@ class SolvableStack(SolvableTask):
 
 
 class SolvableMultihop(SolvableTask):
-    """Facts in random order, start → middle and middle → end; each start asks for its end."""
+    """Facts in random order, start → middle and middle → end; each start asks for its end.
+
+    Two layers can answer, one for each hop, but here none learns it: naming any end that was told
+    is right `1 / chains` of the time, and from there neither hop gains by itself.
+    """
 
     name, length, vocabulary_size = "solvable_multihop", 20, 48
     chains = 4
