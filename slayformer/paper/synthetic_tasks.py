@@ -95,14 +95,17 @@ def _table_8(data: Data) -> Table:
 
 
 def _ours(data: Data, names: Sequence[str]) -> Table:
-    training = TASKS[OURS[0]].training
+    trained = "; ".join(
+        f"{name}: {TASKS[name].training.updates:,} × {TASKS[name].training.samples}"
+        for name in names
+    )
     return Table(
         "solvable_tasks",
         "Not in the paper: tasks whose context holds every answer",
         ["task", *data["mechanisms"], *BOUNDS],
         [_row(data, name) for name in names],
-        f"{_spread_note(data)} GPT-2 of 2 layers with short convolutions, {training.updates} "
-        f"updates of {training.samples} sequences.",
+        f"{_spread_note(data)} GPT-2 of 2 layers with short convolutions. Updates × sequences: "
+        f"{trained}.",
     )
 
 

@@ -35,11 +35,11 @@ class AssociativeRecall(SolvableTask):
     """Multi-query associative recall: pairs of key and value, then every key asks for its value.
 
     Training begins with a quarter of the pairs and goes on with half of them: from the start, with
-    all, nothing is learned in these updates.
+    all, nothing is learned in as many updates.
     """
 
     name, length, vocabulary_size = "mqar", 64, 64
-    training = replace(LEARNABLE, samples=32)
+    training = replace(LEARNABLE, updates=1000, samples=32)
 
     def draw(self, samples: int, draws: torch.Generator) -> tuple[Tensor, Tensor]:
         return self._pairs(self.length // 4, samples, draws)
