@@ -25,6 +25,8 @@ from slayformer.registry import build_attention
 
 # keeps the logarithm of a weight finite
 TINY = 1e-30
+# of embeddings at first: with N(0, 1) a step of Adam moves them too little to learn in some epochs
+EMBEDDING_SCALE = 0.1
 
 
 class XmcModel(nn.Module):
@@ -63,6 +65,8 @@ class XmcModel(nn.Module):
             # the weights of both encoders are drawn, so that the rest is the same for both
             self.query_key_value = nn.Linear(width, 3 * width)
             self.output = nn.Linear(width, width)
+        for table in (self.feature_embedding, self.label_keys):
+            table.weight.data *= EMBEDDING_SCALE
         self.label_attention = _mechanism(options, heads, width // heads, label_count, 2 * seed)
         self.token_attention: Attention | None = None
         if encoder == "attention":
