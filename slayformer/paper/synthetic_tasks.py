@@ -17,6 +17,8 @@ MECHANISMS = (*TABLE_8_MECHANISMS, "slay_best")
 FIRST_SEED = 42
 # a ceiling that near to chance leaves nothing to learn
 NOTHING_TO_LEARN = 0.02
+# accuracies that near are called the same
+NEAR = 0.05
 OURS = tuple(name for name, task in TASKS.items() if not task.training.published_model)
 BOUNDS = ("chance", "ceiling")
 
@@ -267,7 +269,53 @@ def claims(data: Data) -> Sequence[Claim]:
             "section 3.3, Table 3",
             f"mean over categories: {told}",
             verdict,
-        )
+        ),
+        *_table_8_claim(data),
+        *_learnable_claim(data),
+    ]
+
+
+def _table_8_claim(data: Data) -> list[Claim]:
+    """Return whether the accuracies of Table 8 came out again."""
+    apart = {
+        (name, mechanism): _mean(data, name, mechanism) - published
+        for name in data["accuracy"]
+        for mechanism in data["mechanisms"]
+        if (published := _published(name, mechanism)) is not None
+    }
+    if not apart:
+        return []
+    near = sum(abs(gap) <= NEAR for gap in apart.values())
+    farthest = sorted(apart, key=lambda cell: -abs(apart[cell]))[:3]
+    told = ", ".join(
+        f"{name} {mechanism} {apart[name, mechanism]:+.2f}" for name, mechanism in farthest
+    )
+    verdict = f"{HOLDS_AT} {near} of {len(apart)}" if near < len(apart) else HOLDS
+    text = f"The accuracies of Table 8 (to within {NEAR:g})"
+    measured = f"{near} of {len(apart)} are; farthest off: {told}"
+    return [Claim(text, "Table 8", measured, verdict if near else FAILS)]
+
+
+def _learnable_claim(data: Data) -> list[Claim]:
+    """Return whether the published tasks can tell mechanisms apart at all."""
+    names = [name for names in categories(data).values() for name in names]
+    spread = {
+        name: max(means) - min(means)
+        for name in names
+        if (means := [_mean(data, name, m) for m in data["mechanisms"] if m in TABLE_8_MECHANISMS])
+    }
+    if not spread:
+        return []
+    empty = [name for name in names if _room(data, name) < NOTHING_TO_LEARN]
+    telling = [name for name in spread if spread[name] > NEAR]
+    told = (
+        f"nothing to learn in {len(empty)} ({', '.join(empty) or 'none'}); mechanisms differ by "
+        f"more than {NEAR:g} in {len(telling)} ({', '.join(telling) or 'none'})"
+    )
+    verdict = f"{HOLDS_AT} {len(telling)} of {len(names)} tasks" if telling else FAILS
+    text = "The tasks separate mechanisms"
+    return [
+        Claim(text, "Section 3.3 (implied)", told, HOLDS if len(telling) == len(names) else verdict)
     ]
 
 

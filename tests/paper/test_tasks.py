@@ -248,6 +248,27 @@ def test_weights_outside_the_mechanism_start_the_same() -> None:
         assert all(torch.equal(value, two[key]) for key, value in one.items())
 
 
+def test_lessons_grow_to_the_whole_task() -> None:
+    task = TASKS["mqar"]
+    lengths = [task.lesson(8, generator(1), share)[0].shape[1] for share in (0, 0.25, 0.5, 0.99)]
+    assert lengths == [16, 32, 64, 64]
+    whole, drawn = task.lesson(8, generator(1), 0.5), task.draw(8, generator(1))
+    assert all(torch.equal(a, b) for a, b in zip(whole, drawn, strict=True))
+    ids, targets = task.lesson(8, generator(1), 0)
+    told = {
+        (i, k): v
+        for i, row in enumerate(ids[:, :8].tolist())
+        for k, v in zip(row[::2], row[1::2], strict=True)
+    }
+    asked = (targets != NO).nonzero().tolist()
+    assert len(asked) == 8 * 4
+    assert all(targets[i, t] == told[i, ids[i, t].item()] for i, t in asked)
+    # a task without lessons of its own trains on what is scored
+    for task in (TASKS["copy"], TASKS["solvable_multihop"]):
+        one, two = task.lesson(4, generator(2), 0.0), task.draw(4, generator(2))
+        assert torch.equal(one[0], two[0])
+
+
 def test_cells_are_kept_and_trained_again_only_if_asked_otherwise(tmp_path: Path) -> None:
     cells = [Cell("addition", mechanism, 42, updates=2) for mechanism in ("softmax", "yat")]
     shares: list[float] = []
@@ -291,6 +312,18 @@ def test_tables_show_mean_spread_published_value_and_bounds() -> None:
     assert [row[0] for row in ours.rows] == [*OURS]
     assert claims(data)[0].verdict == HOLDS
     assert claims(measured(slay=0.2, others=0.3))[0].verdict == FAILS
+    # published near .31 of four mechanisms, or near .5 of SLAY: sort, reverse and parity
+    near = [
+        (name, number)
+        for name, row in TABLE_8.items()
+        for number, (value, _) in enumerate(row)
+        if abs(value - (0.5 if number == 4 else 0.31)) <= 0.05
+    ]
+    assert [*near] == [("sort", 0), ("sort", 2), ("sort", 3), ("reverse", 1), ("parity", 4)]
+    assert claims(data)[1].verdict == "holds at 5 of 105"
+    assert claims(data)[2].verdict == HOLDS
+    assert "nothing to learn in 1 (retrieval); " in claims(data)[2].measured
+    assert claims(measured(slay=0.31, others=0.3))[2].verdict == FAILS
     # a part of the tasks, one seed
     part = {"accuracy": {"reverse": {"slay": [0.5]}}, "mechanisms": ["slay"], "seeds": [1]}
     shown = tables({**part, "bounds": data["bounds"]})
