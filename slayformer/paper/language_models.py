@@ -8,25 +8,28 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Sequence
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from slayformer.data.shards import write_atomically
-from slayformer.evaluation.paired import interval_half_width
 from slayformer.evaluation.report_figure import MARKERS, mean_curve, tokens_label
 from slayformer.paper.figures import line_styles, new_figure
 from slayformer.paper.item import FAILS, HOLDS, HOLDS_AT, Claim, Data, Item, Picture, Request, Table
+from slayformer.paper.order import (
+    OPEN,
+    REVERSED,
+    SAME,
+    compare_order,
+    difference,
+    losses,
+    rank_correlation,
+)
 from slayformer.paper.published import TABLE_5
 from slayformer.paper.results_file import KEPT, read_results
 
 COMMAND = "python scripts/compare.py experiment=table5_cpu directory=comparisons/table5_cpu"
 # the linear-time mechanisms that the paper compares SLAY with
 LINEAR_RIVALS = ("linear_elu", "cosformer", "performer")
-SAME, REVERSED, OPEN = "same", "reversed", "too close to tell"
 
 
 def compute(request: Request) -> Data:
@@ -37,62 +40,6 @@ def compute(request: Request) -> Data:
         path = request.directory / f"{one['name']}.json"
         write_atomically(path, (json.dumps(one, indent=1).encode(),))
     return {"results": results}
-
-
-def losses(results: dict[str, Any]) -> dict[str, dict[int, float]]:
-    """Return the last validation losses by mechanism and seed, the lowest mean first."""
-    found: dict[str, dict[int, float]] = {}
-    for run in results["runs"]:
-        found.setdefault(run["mechanism"], {})[run["seed"]] = run["loss"]
-    return dict(sorted(found.items(), key=lambda item: statistics.fmean(item[1].values())))
-
-
-def difference(
-    ours: dict[int, float], theirs: dict[int, float]
-) -> tuple[float, float | None] | None:
-    """Return the mean difference of losses over common seeds and half its 95 % interval.
-
-    The half width is None for one seed, everything None without a common one.
-    """
-    seeds = sorted(ours.keys() & theirs.keys())
-    if not seeds:
-        return None
-    apart_S = np.array([ours[seed] - theirs[seed] for seed in seeds])
-    return float(apart_S.mean()), interval_half_width(apart_S[:, None])
-
-
-def compare_order(found: dict[str, dict[int, float]]) -> list[dict[str, Any]]:
-    """Return each pair of published mechanisms, the better one as published first.
-
-    `difference` is second less first, with `half_width`; `order` says whether ours is the same.
-    """
-    named = sorted((name for name in TABLE_5 if name in found), key=lambda n: TABLE_5[n].loss)
-    pairs = []
-    for first, second in combinations(named, 2):
-        apart = difference(found[second], found[first])
-        if apart is None:
-            continue
-        mean, half_width = apart
-        order = SAME if mean > 0 else REVERSED
-        if half_width is None or abs(mean) <= half_width:
-            order = OPEN
-        pairs.append(
-            {
-                "first": first,
-                "second": second,
-                "published": TABLE_5[second].loss - TABLE_5[first].loss,
-                "difference": mean,
-                "half_width": half_width,
-                "order": order,
-            }
-        )
-    return pairs
-
-
-def rank_correlation(pairs: Sequence[dict[str, Any]]) -> float:
-    """Return Kendall's τ: pairs in the published order less those in the other, over all."""
-    signs = [math.copysign(1, pair["difference"]) for pair in pairs if pair["difference"]]
-    return sum(signs) / len(pairs) if pairs else math.nan
 
 
 def tables(data: Data) -> list[Table]:

@@ -41,6 +41,7 @@ _LATEX = {
     "δ": r"$\delta$",
     "ω": r"$\omega$",
     "φ": r"$\varphi$",
+    "τ": r"$\tau$",
     "σ": r"$\sigma$",
     "θ": r"$\theta$",
     "π": r"$\pi$",

@@ -13,16 +13,14 @@ from slayformer.errors import UserError
 from slayformer.evaluation.runs import Run
 from slayformer.paper import language_models
 from slayformer.paper.item import Request
-from slayformer.paper.language_models import (
+from slayformer.paper.language_models import claims, draw, tables
+from slayformer.paper.order import (
     OPEN,
     REVERSED,
     SAME,
-    claims,
     compare_order,
-    draw,
     losses,
     rank_correlation,
-    tables,
 )
 from slayformer.paper.published import TABLE_5
 from slayformer.paper.results_file import KEPT, read_results, results_of
