@@ -101,13 +101,14 @@ def _ours(data: Data, names: Sequence[str]) -> Table:
         f"{name}: {TASKS[name].training.updates:,} × {TASKS[name].training.samples}"
         for name in names
     )
+    remarks = " ".join(f"{name}: {TASKS[name].remark}." for name in names if TASKS[name].remark)
     return Table(
         "solvable_tasks",
         "Not in the paper: tasks whose context holds every answer",
         ["task", *data["mechanisms"], *BOUNDS],
         [_row(data, name) for name in names],
         f"{_spread_note(data)} GPT-2 of 2 layers with short convolutions. Updates × sequences: "
-        f"{trained}.",
+        f"{trained}. {remarks}".strip(),
     )
 
 

@@ -310,6 +310,8 @@ def test_tables_show_mean_spread_published_value_and_bounds() -> None:
     assert memory[-2:] == [f"{(1 + 3 * 0.25) / 4:.3f}", "1.000"]
     assert [row[3] for row in table_7.rows] == ["–", "retrieval", *["–"] * 6]
     assert [row[0] for row in ours.rows] == [*OURS]
+    assert "mqar: 1,000 × 32; incontext_bigram: 400 × 64" in ours.note
+    assert "solvable_multihop: naming any end that was told is right 0.25 of the time." in ours.note
     assert claims(data)[0].verdict == HOLDS
     assert claims(measured(slay=0.2, others=0.3))[0].verdict == FAILS
     # published near .31 of four mechanisms, or near .5 of SLAY: sort, reverse and parity

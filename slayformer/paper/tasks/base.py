@@ -56,6 +56,8 @@ class Task:
     length: int
     vocabulary_size: int
     training: Training = PUBLISHED
+    # what has to be known to read its accuracies
+    remark: str = ""
 
     def draw(self, samples: int, draws: torch.Generator) -> tuple[Tensor, Tensor]:
         """Return ids and targets, both [B, T]; targets are IGNORE_INDEX where nothing is asked."""
