@@ -34,7 +34,7 @@ from slayformer.presets import load_preset
 MECHANISMS = ("slay", "performer", "yat_spherical", "softmax")
 ENCODERS = ("mean", "attention")
 SETTINGS = XmcSettings(
-    width=128, heads=1, encoder="mean", epochs=20, batch_documents=512, learning_rate=0.05
+    width=128, heads=1, encoder="mean", epochs=20, batch_documents=512, learning_rate=0.1
 )
 METRICS = [f"{kind}@{k}" for kind in ("P", "PSP") for k in RANKS]
 # of the smaller size
