@@ -17,11 +17,14 @@ SAME, REVERSED, OPEN = "same", "reversed", "too close to tell"
 
 
 def losses(results: dict[str, Any]) -> dict[str, dict[int, float]]:
-    """Return the last validation losses by mechanism and seed, the lowest mean first."""
+    """Return the last validation losses by mechanism and seed, the lowest mean first, NaN last."""
     found: dict[str, dict[int, float]] = {}
     for run in results["runs"]:
         found.setdefault(run["mechanism"], {})[run["seed"]] = run["loss"]
-    return dict(sorted(found.items(), key=lambda item: statistics.fmean(item[1].values())))
+    means = {name: statistics.fmean(by_seed.values()) for name, by_seed in found.items()}
+    return {
+        name: found[name] for name in sorted(found, key=lambda n: (math.isnan(means[n]), means[n]))
+    }
 
 
 def difference(
@@ -50,9 +53,8 @@ def compare_order(found: dict[str, dict[int, float]]) -> list[dict[str, Any]]:
         if apart is None:
             continue
         mean, half_width = apart
-        order = SAME if mean > 0 else REVERSED
-        if half_width is None or abs(mean) <= half_width:
-            order = OPEN
+        # a diverged run, whose loss is NaN, decides nothing
+        decided = half_width is not None and abs(mean) > half_width
         pairs.append(
             {
                 "first": first,
@@ -60,7 +62,7 @@ def compare_order(found: dict[str, dict[int, float]]) -> list[dict[str, Any]]:
                 "published": TABLE_5[second].loss - TABLE_5[first].loss,
                 "difference": mean,
                 "half_width": half_width,
-                "order": order,
+                "order": (SAME if mean > 0 else REVERSED) if decided else OPEN,
             }
         )
     return pairs
@@ -68,5 +70,5 @@ def compare_order(found: dict[str, dict[int, float]]) -> list[dict[str, Any]]:
 
 def rank_correlation(pairs: Sequence[dict[str, Any]]) -> float:
     """Return Kendall's τ: pairs in the published order less those in the other, over all."""
-    signs = [math.copysign(1, pair["difference"]) for pair in pairs if pair["difference"]]
+    signs = [(pair["difference"] > 0) - (pair["difference"] < 0) for pair in pairs]
     return sum(signs) / len(pairs) if pairs else math.nan

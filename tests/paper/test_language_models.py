@@ -115,6 +115,10 @@ def test_the_order_by_hand() -> None:
     (alone,) = compare_order({"slay": {1: 3.0}, "softmax": {1: 2.0, 2: 9.0}})
     assert (alone["difference"], alone["half_width"], alone["order"]) == (1.0, None, OPEN)
     assert compare_order({"slay": {1: 3.0}, "softmax": {2: 2.0}}) == []
+    # a diverged mechanism comes last and decides nothing
+    found = losses(made(softmax=(math.nan, 3.0)))
+    assert [*found][-1] == "softmax"
+    assert {p["order"] for p in compare_order(found) if "softmax" in p.values()} == {OPEN}
 
 
 def test_tables_claims_and_curves() -> None:
