@@ -33,8 +33,10 @@ from slayformer.presets import load_preset
 
 MECHANISMS = ("slay", "performer", "yat_spherical", "softmax")
 ENCODERS = ("mean", "attention")
+# on 16,000 of the training documents no mechanism does better by more than .011 (P@1) at another
+# rate of .02, .05, .2
 SETTINGS = XmcSettings(
-    width=128, heads=1, encoder="mean", epochs=20, batch_documents=512, learning_rate=0.1
+    width=128, heads=1, encoder="mean", epochs=20, batch_documents=512, learning_rate=0.05
 )
 METRICS = [f"{kind}@{k}" for kind in ("P", "PSP") for k in RANKS]
 # of the smaller size
