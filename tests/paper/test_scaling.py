@@ -44,7 +44,7 @@ def data(slay_ms: float = 1.0, slay_mib: float = 1.0) -> dict[str, Any]:
                 if name == "slay":
                     ms, mib = ms * slay_ms, mib * slay_mib
                 cells.append(cell(name, pass_name, length, ms, mib))
-    options = {"dtype": "fp32", "passes": list(PASSES)}
+    options = {"dtype": "fp32", "passes": list(PASSES), "clock": "cpu"}
     return Result(machine(), options, cells, {}).plain()
 
 
