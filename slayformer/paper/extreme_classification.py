@@ -33,8 +33,8 @@ from slayformer.presets import load_preset
 
 MECHANISMS = ("slay", "performer", "yat_spherical", "softmax")
 ENCODERS = ("mean", "attention")
-# on 16,000 of the training documents no mechanism does better by more than .011 (P@1) at another
-# rate of .02, .05, .2
+# of the rates .02, .05 and .2 none is better for any mechanism by more than .011 in P@1, on 16,000
+# training and 4,000 test documents (.2 was not tried with performer)
 SETTINGS = XmcSettings(
     width=128, heads=1, encoder="mean", epochs=20, batch_documents=512, learning_rate=0.05
 )
