@@ -127,7 +127,7 @@ def compile_start(start: Start, architecture: int) -> Found:
     compiled = triton.compile(
         source,
         target=GPUTarget("cuda", architecture, 32),
-        options={"num_warps": start.warps, "num_stages": 1},
+        options=triton_start.options_of(start.warps),
     )
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.TemporaryDirectory() as folder:

@@ -302,7 +302,7 @@ class Pass:
             "BO": self.blocks.backward_others,
             "IS_KEY": is_key,
         }
-        triton_start.launch(pairs_backward, grid, arguments, constants, 8)
+        triton_start.launch(pairs_backward, grid, arguments, constants, self.blocks.backward_warps)
         return d_x, d_near, d_epsilon.sum(dim=(0, 2)), d_value
 
     def _states_backward(

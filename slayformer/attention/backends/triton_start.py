@@ -14,6 +14,10 @@ from slayformer.attention.backends.triton_math import BF16, FP32, ROUNDED, TF32
 from slayformer.attention.backends.triton_sides import INTERPRETED
 
 
+# the assembler would rather spill a little and run more programs at a time
+MOST_REGISTERS = 255
+
+
 def launch(
     kernel: Any,
     grid: tuple[int, ...],
@@ -24,7 +28,12 @@ def launch(
     """Run a kernel where its tensors are; the one place where any starts."""
     device = next(x.device for x in arguments.values() if isinstance(x, Tensor))
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        kernel[grid](**arguments, **constants, num_warps=warps, num_stages=1)
+        kernel[grid](**arguments, **constants, **options_of(warps))
+
+
+def options_of(warps: int) -> dict[str, int]:
+    """Return what every kernel is compiled with."""
+    return {"num_warps": warps, "num_stages": 1, "maxnreg": MOST_REGISTERS}
 
 
 def architecture_of(device: torch.device) -> int:
@@ -63,10 +72,11 @@ class Blocks:
     warps: int
     # features of a program that carries states
     carry_features: int
-    # as the first three, backward
+    # as the first four, backward; the states' kernels always take 8 warps
     backward_tokens: int
     backward_others: int
     backward_features: int
+    backward_warps: int
 
     @classmethod
     def choose(
@@ -78,13 +88,18 @@ class Blocks:
         is_heavy = not is_bf16 or is_wide or architecture < 90
         tokens = 16 if length <= 16 else 32 if is_heavy and has_near else 64
         others = 16 if not is_bf16 and has_near else 32 if is_heavy or has_near else 64
+        carry_features = 16 if is_heavy else 64
+        if not is_bf16 and block_of(width) <= 32:
+            carry_features = 32
+        backward_others = 32 if not is_bf16 else 16 if is_heavy or has_near else 32
         return cls(
             tokens=tokens,
             others=min(others, tokens),
-            features=32 if is_heavy else 64,
+            features=16 if not is_bf16 else 32 if is_heavy else 64,
             warps=8 if is_heavy else 4,
-            carry_features=16 if is_heavy else 64,
-            backward_tokens=min(32 if is_heavy else 64, tokens),
-            backward_others=min(16 if is_heavy or has_near else 32, tokens),
+            carry_features=carry_features,
+            backward_tokens=min(16 if not is_bf16 else 32 if is_heavy else 64, tokens),
+            backward_others=min(backward_others, tokens),
             backward_features=16 if not is_bf16 or is_wide else 32,
+            backward_warps=8 if is_bf16 else 4,
         )
