@@ -141,8 +141,9 @@ class LongContextConfig:
     training_rounds: int = positive()
     updates: int = positive()
     tokens_per_update: int = positive()
-    # haystacks of each length
+    # haystacks of each length, and the most tokens that are read of one length: fewer haystacks
     samples: int = positive()
+    read_tokens: int = positive()
     # tokens read at once
     segment_tokens: int = positive()
     seed: int = seed_number(0)

@@ -96,7 +96,8 @@ def gather_context(
         visible = torch.ones(length, total, dtype=torch.bool, device=device).tril(past)
     if mask is not None:
         # a padded query sees itself, so that no row is empty
-        itself = torch.eye(past + length, dtype=torch.bool, device=device)[past:]
+        own = past + torch.arange(length, device=device)[:, None]
+        itself = torch.arange(past + length, device=device) == own
         seen = mask[:, None, None, :]
         visible = (seen if visible is None else visible & seen) | itself
     if documents is not None:

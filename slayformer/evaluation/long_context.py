@@ -4,15 +4,22 @@ A haystack is filler with a few key-value pairs anywhere in it; at its end each 
 the model has to say its value. Models are trained on short haystacks and measured on long ones,
 read through the mechanism's state as in generation. Every token has the same position embedding,
 so that none is new to the model; order comes from causality and the short convolutions.
+
+The folder keeps what is done: trained weights by mechanism, and a row for each length measured.
 """
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import safetensors.torch
 import torch
 from rich.console import Console
 from torch import Tensor
@@ -21,6 +28,7 @@ from slayformer.attention.base import generator
 from slayformer.config import AttentionConfig, ModelConfig
 from slayformer.config_commands import LongContextConfig
 from slayformer.config_loading import to_plain
+from slayformer.data.shards import write_atomically
 from slayformer.errors import ConfigError
 from slayformer.evaluation.answers import Answers, train_on_answers
 from slayformer.evaluation.long_context_report import draw, markdown, print_table
@@ -29,10 +37,11 @@ from slayformer.model.gpt2 import GPT2
 from slayformer.presets import load_preset
 from slayformer.registry import attention_entry
 from slayformer.training.objective import IGNORE_INDEX
-from slayformer.training.run_directory import describe_environment, write_json
+from slayformer.training.run_directory import describe_environment
 
 # training, measuring and weights draw apart from one another
 MEASURING_SEED = 2**31 - 1
+RECORD = "table.json"
 
 
 @dataclass(frozen=True)
@@ -76,7 +85,9 @@ def draw_haystacks(
 def run(config: LongContextConfig) -> list[Measurement]:
     """Train and measure every mechanism; print the table and write it with a picture.
 
-    Raises ConfigError if a mechanism or an option cannot work.
+    A directory of an earlier run goes on: what it has trained and measured is not done again, and
+    more mechanisms and lengths may join. Returns all its rows. Raises ConfigError if a mechanism
+    or an option cannot work, or if the directory was made with other settings.
     """
     options = _options(config)
     directory = Path(config.directory or time.strftime("long_contexts/%Y-%m-%d_%H-%M-%S"))
@@ -85,37 +96,81 @@ def run(config: LongContextConfig) -> list[Measurement]:
     except OSError as error:
         hint = f"the folder cannot be made: {error.strerror}"
         raise ConfigError("directory", directory, hint) from error
+    rows = {(row.mechanism, row.length_tokens): row for row in _earlier_rows(directory, config)}
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     console = Console()
-    rows: list[Measurement] = []
+    _write_rows(directory, config, list(rows.values()))
     for one in options:
-        model = _train(config, one, directory, device, console)
+        missing = [n for n in config.lengths_tokens if (one.name, n) not in rows]
+        if not missing:
+            continue
+        model = _trained(config, one, directory, device, console)
         with progress_bar() as progress:
-            task = progress.add_task(f"{one.name}: reading", total=sum(config.lengths_tokens))
-            for length in config.lengths_tokens:
-                rows.append(measure(model, one.name, length, config))
-                progress.advance(task, length)
+            tokens = sum(length * samples_of(length, config) for length in missing)
+            task = progress.add_task(f"{one.name}: reading", total=tokens)
+            for length in missing:
+                row = measure(model, one.name, length, config, told=partial(progress.advance, task))
+                rows[one.name, length] = row
+                _write_rows(directory, config, list(rows.values()))
+    done = sorted(rows.values(), key=lambda row: (_place(row.mechanism, config), row.length_tokens))
     about = (
-        f"{config.pairs} pairs, {config.samples} haystacks of each length, trained on at most "
-        f"{max(config.training_lengths_tokens):,} tokens, {device.type}, "
-        f"{torch.get_num_threads()} thread(s)"
+        f"{config.pairs} pairs, trained on at most {max(config.training_lengths_tokens):,} tokens, "
+        f"{device.type}, {torch.get_num_threads()} thread(s)"
     )
-    plain = [asdict(row) for row in rows]
+    plain = [asdict(row) for row in done]
     chance = 1 / config.values
     print_table(plain, about, chance, console)
-    record = {
-        "config": to_plain(config),
-        "environment": describe_environment(),
-        "chance": chance,
-        "rows": plain,
-    }
-    write_json(directory / "table.json", record)
     (directory / "table.md").write_text(markdown(plain, about, chance), encoding="utf-8")
     trained = max(config.training_lengths_tokens)
     draw(directory / "long_context.png", plain, about, chance=chance, trained_tokens=trained)
-    for name in ("table.md", "table.json", "long_context.png"):
+    for name in ("table.md", RECORD, "long_context.png"):
         console.print(str(directory / name), soft_wrap=True, highlight=False, markup=False)
+    return done
+
+
+def samples_of(length: int, config: LongContextConfig) -> int:
+    """Return how many haystacks of `length` tokens are read: fewer of long ones, one at least."""
+    return max(1, min(config.samples, config.read_tokens // length))
+
+
+def _place(mechanism: str, config: LongContextConfig) -> tuple[int, str]:
+    """Return what sorts mechanisms as they were asked for, others after them."""
+    asked = mechanism in config.attention
+    return config.attention.index(mechanism) if asked else len(config.attention), mechanism
+
+
+def _settings(config: LongContextConfig) -> dict[str, Any]:
+    """Return what every row of a directory has in common."""
+    plain = to_plain(config)
+    return {k: v for k, v in plain.items() if k not in ("attention", "lengths_tokens", "directory")}
+
+
+def _earlier_rows(directory: Path, config: LongContextConfig) -> list[Measurement]:
+    """Return the rows that `directory` has; raises ConfigError if they were made otherwise."""
+    file = directory / RECORD
+    if not file.is_file():
+        return []
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+        earlier, rows = record["config"], [Measurement(**row) for row in record["rows"]]
+    except (ValueError, KeyError, TypeError) as error:
+        hint = f"{file} is not the record of such a run; choose another directory"
+        raise ConfigError("directory", directory, hint) from error
+    for name, value in _settings(config).items():
+        if earlier.get(name) != value:
+            hint = f"{directory} was made with {earlier.get(name)}; choose another directory"
+            raise ConfigError(name, value, hint)
     return rows
+
+
+def _write_rows(directory: Path, config: LongContextConfig, rows: list[Measurement]) -> None:
+    record = {
+        "config": to_plain(config),
+        "environment": describe_environment(),
+        "chance": 1 / config.values,
+        "rows": [asdict(row) for row in rows],
+    }
+    write_atomically(directory / RECORD, ((json.dumps(record, indent=2) + "\n").encode(),))
 
 
 def _options(config: LongContextConfig) -> list[AttentionConfig]:
@@ -128,13 +183,14 @@ def _options(config: LongContextConfig) -> list[AttentionConfig]:
     return options
 
 
-def _train(
+def _trained(
     config: LongContextConfig,
     attention: AttentionConfig,
     directory: Path,
     device: torch.device,
     console: Console,
 ) -> GPT2:
+    """Return the model of `attention`, trained here or in an earlier run."""
     questions = 2 * config.pairs * config.training_rounds
     shape = ModelConfig(
         **to_plain(config.model),
@@ -142,6 +198,10 @@ def _train(
     )
     vocabulary_size = config.keys + config.values + config.fillers
     model = GPT2(shape, attention, vocabulary_size=vocabulary_size, seed=config.seed).to(device)
+    weights = directory / f"{attention.name}.safetensors"
+    if weights.is_file():
+        model.load_state_dict(safetensors.torch.load_file(weights))
+        return model.eval()
     draws = generator(config.seed)
 
     def draw(update: int) -> Answers:
@@ -152,7 +212,7 @@ def _train(
         about = {"length_tokens": length}
         return Answers(ids, targets, about, f"{length} tokens", torch.zeros_like(ids))
 
-    return train_on_answers(
+    train_on_answers(
         model,
         draw,
         updates=config.updates,
@@ -162,13 +222,26 @@ def _train(
         title=attention.name,
         console=console,
     )
+    write_atomically(weights, (safetensors.torch.save(model.state_dict()),))
+    return model
 
 
 @torch.no_grad()
-def measure(model: GPT2, name: str, length: int, config: LongContextConfig) -> Measurement:
-    """Return what `model` finds in haystacks of `length` tokens, one after the other."""
+def measure(
+    model: GPT2,
+    name: str,
+    length: int,
+    config: LongContextConfig,
+    *,
+    told: Callable[[int], None] = lambda tokens: None,
+) -> Measurement:
+    """Return what `model` finds in haystacks of `length` tokens, one after the other.
+
+    `told` is called with the number of tokens after each segment that was read.
+    """
     device = model.token_embedding.weight.device
-    ids_BT, targets_BT = draw_haystacks(length, config.samples, config, generator(MEASURING_SEED))
+    samples = samples_of(length, config)
+    ids_BT, targets_BT = draw_haystacks(length, samples, config, generator(MEASURING_SEED))
     read_seconds: list[float] = []
     next_seconds: list[float] = []
     found = 0
@@ -177,6 +250,7 @@ def measure(model: GPT2, name: str, length: int, config: LongContextConfig) -> M
         start = _now(device)
         for segment in row_1T[:, :length].split(config.segment_tokens, dim=1):
             _, states = model(segment, position_ids_BT=torch.zeros_like(segment), states=states)
+            told(segment.shape[1])
         read_seconds.append(_now(device) - start)
         # question by question and answer by answer, as in generation
         for place in range(length, row_1T.shape[1]):
@@ -190,7 +264,7 @@ def measure(model: GPT2, name: str, length: int, config: LongContextConfig) -> M
         name,
         length,
         found,
-        config.samples * config.pairs,
+        samples * config.pairs,
         model.state_bytes(length),
         1000 * statistics.median(read_seconds) / length,
         1000 * statistics.median(next_seconds),

@@ -15,6 +15,7 @@ from slayformer.evaluation.report_figure import COLOURS, DASHES, MARKERS
 COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "context\n(tokens)": lambda row: f"{row['length_tokens']:,}",
     "found\n(%)": lambda row: f"{_found(row):.1f}",
+    "asked\n(answers)": lambda row: f"{row['asked']:,}",
     "state\n(KiB)": lambda row: f"{row['state_bytes'] / 1024:,.0f}",
     "reading\n(ms/token)": lambda row: f"{row['read_ms_per_token']:.3f}",
     "next token\n(ms)": lambda row: f"{row['next_token_ms']:.2f}",

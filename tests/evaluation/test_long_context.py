@@ -15,7 +15,7 @@ from slayformer.config import ModelConfig
 from slayformer.config_commands import LongContextConfig
 from slayformer.config_loading import load_config
 from slayformer.errors import ConfigError
-from slayformer.evaluation.long_context import draw_haystacks, measure, run
+from slayformer.evaluation.long_context import draw_haystacks, measure, run, samples_of
 from slayformer.model.gpt2 import GPT2
 from slayformer.presets import load_preset
 from slayformer.training.objective import IGNORE_INDEX
@@ -112,14 +112,13 @@ def test_what_cannot_work_is_refused(
 
 @pytest.mark.slow
 def test_a_run_finds_needles_in_longer_haystacks_than_it_trained_on(tmp_path: Path) -> None:
-    rows = run(
-        config(
-            *("attention=[softmax]", "pairs=1", "keys=2", "values=2", "fillers=2"),
-            *("training_lengths_tokens=[4,8]", "tokens_per_update=640", "updates=150"),
-            *("lengths_tokens=[8,40]", "samples=40", "schedule.warmup_updates=10"),
-            *("model.layers=1", "model.width=32", f"directory={tmp_path}"),
-        )
-    )
+    options = [
+        *("attention=[softmax]", "pairs=1", "keys=2", "values=2", "fillers=2"),
+        *("training_lengths_tokens=[4,8]", "tokens_per_update=640", "updates=150"),
+        *("samples=40", "read_tokens=1600", "schedule.warmup_updates=10"),
+        *("model.layers=1", "model.width=32", f"directory={tmp_path}"),
+    ]
+    rows = run(config(*options, "lengths_tokens=[8,40]"))
     assert [row.length_tokens for row in rows] == [8, 40]
     # half of it would be chance; one in 10^7 by chance has 36 of 40
     assert all(row.found >= 36 and row.asked == 40 for row in rows)
@@ -130,3 +129,18 @@ def test_a_run_finds_needles_in_longer_haystacks_than_it_trained_on(tmp_path: Pa
     assert "| softmax | 40 |" in (tmp_path / "table.md").read_text()
     assert (tmp_path / "long_context.png").read_bytes().startswith(b"\x89PNG")
     assert len((tmp_path / "softmax.jsonl").read_text().splitlines()) == 150
+
+    # a longer one joins: nothing is trained or measured again, and it has what fits read_tokens
+    weights = (tmp_path / "softmax.safetensors").stat().st_mtime_ns
+    again = run(config(*options, "lengths_tokens=[60,40]"))
+    assert again[:2] == rows
+    assert [(row.length_tokens, row.asked) for row in again[2:]] == [(60, 26)]
+    assert (tmp_path / "softmax.safetensors").stat().st_mtime_ns == weights
+    assert len((tmp_path / "softmax.jsonl").read_text().splitlines()) == 150
+    with pytest.raises(ConfigError, match=r"pairs=2: .* was made with 1; choose another directory"):
+        run(config(*options, "pairs=2"))
+
+
+def test_long_haystacks_are_fewer() -> None:
+    sizes = config("samples=32", "read_tokens=131072")
+    assert [samples_of(length, sizes) for length in (512, 8192, 65536, 200_000)] == [32, 16, 2, 1]
