@@ -308,8 +308,8 @@ class TrainConfig:
     seed: int = seed_number(0)
     # null: runs/<mechanism>-<time>, made new
     run_directory: str | None = None
-    # null: weights drawn from the seed; a checkpoint or run of ours or a Hugging Face folder: its
-    # weights and nothing else, at the start of a new run
+    # null: weights drawn from the seed; a checkpoint or run of ours, a Hugging Face folder or a
+    # name of its hub: its weights and nothing else, at the start of a new run
     initial_weights: str | None = None
     # null: start anew; a checkpoint folder; or `auto`: the newest checkpoint in run_directory
     resume: str | None = None

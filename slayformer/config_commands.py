@@ -32,7 +32,7 @@ class EvalSourceConfig:
 
 @dataclass
 class EvalConfig:
-    """Everything `eval.py` is told. `checkpoint` is one path or a list of them.
+    """Everything `eval.py` is told. `checkpoint` is one path (or name of the hub) or a list.
 
     `data` null: the validation tokens of the run that made the checkpoint. A file or folder of
     text, a folder of Parquet files, or the name of a file in configs/data: its documents, with

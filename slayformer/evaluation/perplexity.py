@@ -18,6 +18,7 @@ from slayformer.evaluation.progress import progress_bar
 from slayformer.evaluation.scored_model import ScoredModel, extend_context, load_scored_model
 from slayformer.evaluation.scored_text import named_text, validation_text
 from slayformer.evaluation.windows import Text, TextWindows, standard_error
+from slayformer.huggingface.hub import model_folder
 from slayformer.training import distributed
 from slayformer.training.objective import LanguageModelObjective
 
@@ -29,13 +30,14 @@ def run(config: EvalConfig) -> list[dict[str, Any]]:
     share the windows, and every rank returns all. Raises UserError if a checkpoint, the data or
     an option cannot work.
     """
-    paths = _checkpoints(config)
+    named = _checkpoints(config)
     if config.data is None and config.source != EvalSourceConfig():
         raise ConfigError("data", None, "fields of source change what data names; name it")
     if config.figure is not None and not config.figure.endswith(".png"):
         raise ConfigError("figure", config.figure, "must end with .png")
     if distributed.launched():
         distributed.initialize()
+    paths = distributed.run_on_main(lambda: [model_folder("checkpoint", name) for name in named])
     distributed.run_on_main(lambda: _make_folders(config))
     # by tokenizer: all models that have the same one score the same tokens
     texts: dict[str, Text] = {}
@@ -63,13 +65,13 @@ def run(config: EvalConfig) -> list[dict[str, Any]]:
     return results
 
 
-def _checkpoints(config: EvalConfig) -> list[Path]:
+def _checkpoints(config: EvalConfig) -> list[str]:
     given = config.checkpoint
     paths = given if isinstance(given, list) else [given]
     if not paths or not all(isinstance(path, str) and path for path in paths):
         hint = "give a run directory or a checkpoint folder: python eval.py checkpoint=runs/NAME"
         raise ConfigError("checkpoint", given, hint)
-    return [Path(path) for path in paths]
+    return paths
 
 
 def _score(config: EvalConfig, scored: ScoredModel, text: Text) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A run that starts from weights alone: those of a checkpoint of ours or of a Hugging Face folder.
+"""A run that starts from weights alone: of a checkpoint of ours, a Hugging Face folder or the hub.
 
 Shapes, names and vocabulary are compared from headers before any tensor is read, and nothing but
 safetensors and JSON is opened.
@@ -22,6 +22,7 @@ from slayformer.config_loading import to_plain
 from slayformer.data.tokenizer import END_OF_TEXT, Tokenizer, load_tokenizer
 from slayformer.errors import CheckpointError, ConfigError
 from slayformer.huggingface.gpt2_weights import gpt2_names, turned
+from slayformer.huggingface.hub import model_folder
 from slayformer.model.gpt2 import GPT2
 from slayformer.training.checkpoint import (
     CONFIG,
@@ -80,7 +81,7 @@ def find_initial_weights(config: TrainConfig, vocabulary_size: int) -> InitialWe
     wanted = recorded_path(config)
     if wanted is None:
         return None
-    path = Path(wanted)
+    path = model_folder("initial_weights", wanted)
     if (path / "config.json").is_file():
         return _of_transformers(path, config, vocabulary_size)
     try:

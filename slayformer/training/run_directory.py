@@ -20,6 +20,7 @@ from slayformer.config import SourceConfig, TrainConfig
 from slayformer.config_loading import to_plain
 from slayformer.data.tokenizer import Tokenizer
 from slayformer.errors import CheckpointError, ConfigError, UserError
+from slayformer.huggingface.hub import is_hub_name
 from slayformer.training.budget import Plan
 from slayformer.training.checkpoint import (
     FOLDER,
@@ -70,6 +71,7 @@ def with_absolute_paths(config: TrainConfig) -> TrainConfig:
         return replace(source, path=absolute(source.path))
 
     data, separate = config.data, config.data.validation_source
+    weights = config.initial_weights
     return replace(
         config,
         data=replace(
@@ -78,7 +80,7 @@ def with_absolute_paths(config: TrainConfig) -> TrainConfig:
             validation_source=None if separate is None else local(separate),
             cache_directory=absolute(data.cache_directory),
         ),
-        initial_weights=config.initial_weights and absolute(config.initial_weights),
+        initial_weights=weights if weights is None or is_hub_name(weights) else absolute(weights),
         resume=config.resume if config.resume in (None, "auto") else absolute(config.resume),
         run_directory=None if config.run_directory is None else absolute(config.run_directory),
     )
