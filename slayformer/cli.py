@@ -78,7 +78,8 @@ def compose(
     """Return `folder`/`config_name`.yaml with the overrides in `arguments`.
 
     None takes the arguments of the command line.
-    An experiment and attention.backend, which no YAML file repeats, need not have Hydra's plus.
+    An experiment and attention.backend, which no YAML file repeats, need not have Hydra's plus, nor
+    the regular expression of document_start its quotes.
     Hydra's flags that only show something (`--help`, `--cfg job`) print it and exit with 0.
     Raises UserError for a flag, override, group option or key that does not exist.
     """
@@ -89,6 +90,10 @@ def compose(
     arguments = strip_launcher_arguments(sys.argv[1:] if arguments is None else arguments)
     arguments = [re.sub("^experiment=", "+experiment=", argument) for argument in arguments]
     arguments = [re.sub(r"^attention\.backend=", r"++\g<0>", argument) for argument in arguments]
+    arguments = [
+        re.sub(r"^([\w.]*document_start)=(?!['\"]|null$)(.+)", _quote_value, argument)
+        for argument in arguments
+    ]
     _check_flags(arguments)
     composed: list[DictConfig] = []
 
@@ -126,6 +131,10 @@ def _refuse_without_effect(composed: DictConfig, arguments: list[str]) -> None:
 
     config = load_attention_config(OmegaConf.to_container(composed.attention))
     refuse_without_effect(config, {k.removeprefix(prefix): v for k, v in given.items()})
+
+
+def _quote_value(match: re.Match[str]) -> str:
+    return f"{match[1]}={quoted(match[2])}"
 
 
 def quoted(value: str) -> str:

