@@ -58,7 +58,8 @@ def combinations(overrides: Sequence[str]) -> tuple[Path, dict[str, list[str]]]:
     cannot be read, and for those a run of many has no use for.
     """
     directory = Path(time.strftime("multirun/%Y-%m-%d_%H-%M-%S"))
-    choices: list[list[tuple[str, str]]] = []
+    # by key: given twice, the last counts
+    choices: dict[str, list[tuple[str, str]]] = {}
     for written in overrides:
         override = _parse(written)
         start, value = override.get_key_element(), written.partition("=")[2]
@@ -70,11 +71,11 @@ def combinations(overrides: Sequence[str]) -> tuple[Path, dict[str, list[str]]]:
                 raise ConfigError(key, value, "one folder for all runs, each makes its own in it")
             directory = Path(str(override.value()))
         elif override.is_sweep_override():
-            choices.append([(f"{start}={v}", _name(key, v)) for v in _values(override)])
+            choices[start] = [(f"{start}={v}", _name(key, v)) for v in _values(override)]
         else:
-            choices.append([(written, "")])
+            choices[start] = [(written, "")]
     jobs: dict[str, list[str]] = {}
-    for combination in product(*choices):
+    for combination in product(*choices.values()):
         name = "-".join(part for _, part in combination if part) or "run"
         # two values may look the same in a file name
         while name in jobs:

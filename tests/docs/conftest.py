@@ -13,6 +13,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+CLONED = [
+    "configs",
+    "docs",
+    "scripts",
+    "slayformer",
+    "tests",
+    "eval.py",
+    "pyproject.toml",
+    "train.py",
+]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -72,26 +82,17 @@ def project(tmp_path: Path) -> Callable[[], Path]:
 
     def copy() -> Path:
         folder = tmp_path / "slayformer"
-        shutil.copytree(
-            ROOT,
-            folder,
-            symlinks=True,
-            ignore=lambda here, names: (
-                {n for n in names if n.startswith(".") or n == "__pycache__"}
-                | (
-                    {n for n in names if (ROOT / n).is_dir()} - CLONED
-                    if here == str(ROOT)
-                    else set()
-                )
-            ),
-        )
+        folder.mkdir()
+        for name in CLONED:
+            if (ROOT / name).is_dir():
+                ignored = shutil.ignore_patterns("__pycache__")
+                shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignored)
+            else:
+                shutil.copy(ROOT / name, folder)
         _make_texts(folder)
         return folder
 
     return copy
-
-
-CLONED = {"configs", "docs", "scripts", "slayformer", "tests"}
 
 
 def _make_texts(folder: Path) -> None:
@@ -117,5 +118,3 @@ def _make_texts(folder: Path) -> None:
     for name in ("ROWS/train", "FOLDER_OR_NAME/train", "PARQUET/validation"):
         (folder / name).parent.mkdir()
         rows.to_parquet(str(folder / f"{name}.parquet"))
-    (folder / "tasks").mkdir()
-    (folder / "tasks" / "my_text.jsonl").write_text('{"text": "The river carried letters."}\n')

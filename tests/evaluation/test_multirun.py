@@ -48,6 +48,9 @@ def test_every_combination_has_a_folder_of_its_own() -> None:
     ]
     directory, jobs = combinations(["seed=3"])
     assert (directory.parent.name, jobs) == ("multirun", {"run": ["seed=3"]})
+    # given twice, the last counts
+    _, jobs = combinations(["seed=1,2", "attention=slay,softmax", "seed=3"])
+    assert jobs == {name: ["seed=3", f"attention={name}"] for name in ("slay", "softmax")}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""scripts/export_hf.py: the exported folder is the checkpoint, and docs/transformers.md is true."""
+"""scripts/export_hf.py: the exported folder is the checkpoint, for lm-evaluation-harness too."""
 
 from __future__ import annotations
 
@@ -159,19 +159,6 @@ def test_a_mistake_takes_one_line(run_command: Any, slay_run: Path, tmp_path: Pa
     assert finished.stderr == "error: format=onnx: choose from gpt2, slayformer\n"
 
 
-def test_the_document_is_true(run_command: Any, slay_run: Path, tmp_path: Path) -> None:
-    text = DOCUMENT.read_text(encoding="utf-8")
-    (tmp_path / "runs").mkdir()
-    (tmp_path / "runs" / "NAME").symlink_to(slay_run)
-    blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
-    command = blocks[0].strip().split()
-    assert command[:2] == ["python", SCRIPT]
-    export(run_command, tmp_path, *command[2:])
-    program = "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
-    finished = run_command(["-c", program], cwd=tmp_path)
-    assert finished.code == 0, finished.stderr
-
-
 @torch.no_grad()
 def test_lm_eval_scores_as_we_do(
     run_command: Any, slay_run: Path, text_folder: Path, tmp_path: Path
@@ -183,12 +170,14 @@ def test_lm_eval_scores_as_we_do(
     tasks.mkdir()
     lines = "".join(json.dumps({"text": text}) + "\n" for text in documents)
     (tasks / "my_text.jsonl").write_text(lines)
-    (task,) = re.findall(r"```yaml\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    page = DOCUMENT.read_text(encoding="utf-8")
+    (task,) = re.findall(r"```yaml tasks/my_text.yaml\n(.*?)```", page, re.DOTALL)
     (tasks / "my_text.yaml").write_text(task)
-    options = ["--include_path", "tasks", "--tasks", "my_text", "--device", "cpu"]
-    model = ["--model", "hf", "--model_args", "pretrained=exports/NAME,trust_remote_code=True"]
+    (command,) = re.findall(
+        r"^lm_eval (.* --tasks my_text .*)$", page.replace("\\\n", ""), re.MULTILINE
+    )
     finished = run_command(
-        ["-m", "lm_eval", *model, *options, "--output_path", "scores"],
+        ["-m", "lm_eval", *command.split(), "--output_path", "scores"],
         cwd=tmp_path,
         env={"HF_HOME": str(tmp_path / "home")},
     )
