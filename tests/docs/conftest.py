@@ -26,6 +26,46 @@ CLONED = [
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
+class Command(list[str]):
+    """The words of a command."""
+
+    @property
+    def line(self) -> str:
+        """The words as one line, for patterns."""
+        return " ".join(self)
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it starts a script of the project."""
+        return self[0] in ("torchrun", "deepspeed") or (self[0] == "python" and self[1] != "-m")
+
+    def launched(self, folder: Path) -> tuple[str, list[str], int]:
+        """Return script, arguments and number of processes as the launcher itself reads them.
+
+        A hostfile is read from `folder`.
+        """
+        launcher, *rest = self
+        if launcher == "torchrun":
+            from torch.distributed.run import config_from_args, parse_args
+
+            arguments = parse_args(rest)
+            settings, _, _ = config_from_args(arguments)
+            script, passed = arguments.training_script, arguments.training_script_args
+            return script, passed, settings.max_nodes * settings.nproc_per_node
+        if launcher == "deepspeed":
+            from deepspeed.launcher.runner import fetch_hostfile
+            from deepspeed.launcher.runner import parse_args as parse
+
+            arguments = parse(rest)
+            world_size = max(1, arguments.num_gpus)
+            if "--hostfile" in rest:
+                slots = fetch_hostfile(str(folder / arguments.hostfile)) or {}
+                world_size = sum(slots.values())
+            return arguments.user_script, arguments.user_args, world_size
+        assert launcher == "python", self.line
+        return rest[0], rest[1:], 1
+
+
 @dataclass(frozen=True)
 class Block:
     """A fenced block: its language, the file it is if it names one, and what it holds."""
@@ -34,13 +74,13 @@ class Block:
     file: str | None
     text: str
 
-    def commands(self) -> list[list[str]]:
-        """Return the words of each command of a bash or console block."""
+    def commands(self) -> list[Command]:
+        """Return each command of a bash or console block."""
         lines = self.text.replace("\\\n", " ").splitlines()
         if self.language == "console":
             lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
         split = (shlex.split(line, comments=True) for line in lines)
-        return [words for words in split if words]
+        return [Command(words) for words in split if words]
 
 
 @dataclass(frozen=True)
@@ -56,17 +96,18 @@ class Page:
         assert 2 * len(found) == len(re.findall("^```", self.text, re.MULTILINE)), self.name
         return [Block(language, file or None, text) for language, file, text in found]
 
-    def commands(self) -> list[list[str]]:
-        """Return the words of each command of the bash blocks, in order."""
+    def commands(self) -> list[Command]:
+        """Return each command of the bash blocks, in order."""
         blocks = (block for block in self.blocks() if block.language == "bash" and not block.file)
-        return [words for block in blocks for words in block.commands()]
+        return [command for block in blocks for command in block.commands()]
 
-    def mentioned(self) -> list[list[str]]:
-        """Return the words of each command within a paragraph; `…` there stands for more."""
+    def mentioned(self) -> list[Command]:
+        """Return each command within a paragraph; `…` there stands for more."""
         prose = re.sub(r"^```.*?^```$", "", self.text, flags=re.MULTILINE | re.DOTALL)
         programs = "python (?:train|eval|scripts)|deepspeed |torchrun "
         found = re.findall(rf"`((?:{programs})[^`]*)`", prose)
-        return [shlex.split(command.replace(",…", "").removesuffix(" …")) for command in found]
+        shortened = (command.replace(",…", "").removesuffix(" …") for command in found)
+        return [Command(shlex.split(command)) for command in shortened]
 
 
 @pytest.fixture(scope="session")

@@ -1,9 +1,8 @@
 """README and docs are true: their commands are run, or declared here with the reason why not.
 
 A bash block is run as it is printed, in order, in a copy of the project; what SMALLER appends makes
-it a matter of seconds. A console block also shows what is answered, `…` standing for anything. A
-python block is run, and a block that names a file is written there. Commands in paragraphs are read
-by the program they name.
+it a matter of seconds. A console block also shows what is answered, `…` standing for anything.
+Python blocks are run as one program, and a block that names a file is written there.
 """
 
 from __future__ import annotations
@@ -19,17 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from slayformer.cli import COMMANDS, compose, multirun_arguments
-from slayformer.config_commands import (
-    CompareConfig,
-    EvalConfig,
-    LongContextConfig,
-    RecallConfig,
-    ReportConfig,
-)
-from slayformer.config_loading import load_config
-from slayformer.presets import preset_names
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = sorted(["README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))])
@@ -67,173 +55,16 @@ NOT_RUN = {
 # pages whose commands need a process each: they change the package that this process has imported
 APART = {"docs/add_a_mechanism.md"}
 
-Arguments = list[str]
-
-
-def of_launcher(words: Sequence[str], folder: Path) -> tuple[str, Arguments, int]:
-    """Return script, arguments and number of processes as the launcher itself reads them."""
-    launcher, *rest = words
-    if launcher == "torchrun":
-        from torch.distributed.run import config_from_args, parse_args
-
-        arguments = parse_args(rest)
-        settings, _, _ = config_from_args(arguments)
-        script, passed = arguments.training_script, arguments.training_script_args
-        return script, passed, settings.max_nodes * settings.nproc_per_node
-    if launcher == "deepspeed":
-        from deepspeed.launcher.runner import fetch_hostfile
-        from deepspeed.launcher.runner import parse_args as parse
-
-        arguments = parse(rest)
-        world_size = max(1, arguments.num_gpus)
-        if "--hostfile" in rest:
-            slots = fetch_hostfile(str(folder / arguments.hostfile)) or {}
-            world_size = sum(slots.values())
-        return arguments.user_script, arguments.user_args, world_size
-    assert launcher == "python", words
-    return rest[0], rest[1:], 1
-
-
-def read_training(arguments: Arguments) -> Any:
-    several = multirun_arguments(arguments)
-    if several is None:
-        return load_config(compose("train", arguments))
-    from slayformer.evaluation.multirun import combinations
-
-    jobs = list(combinations(several[0])[1].values())
-    assert len(jobs) > 1
-    return load_config(compose("train", jobs[-1]))
-
-
-def read_comparison(arguments: Arguments) -> Any:
-    from slayformer.evaluation.compare import split_arguments
-
-    own, shared = split_arguments(arguments)
-    config = load_config(compose("compare", own, COMMANDS), CompareConfig)
-    assert set(config.attention) <= set(preset_names())
-    return read_training([*shared, f"attention={config.attention[0]}"])
-
-
-def read_report(arguments: Arguments) -> Any:
-    from slayformer.evaluation.report_command import split_arguments
-
-    folders, options = split_arguments(arguments)
-    assert folders
-    return load_config(compose("report", options, COMMANDS), ReportConfig)
-
-
-def read_bench_train(arguments: Arguments) -> Any:
-    from slayformer.benchmark.update_options import BenchTrainConfig, split_arguments
-
-    own, shared = split_arguments(arguments)
-    read_training(shared)
-    return load_config(compose("bench_train", own, COMMANDS), BenchTrainConfig)
-
-
-def read_bench_attention(arguments: Arguments) -> Any:
-    from slayformer.benchmark.options import read_config
-
-    return read_config(compose("bench_attention", arguments, COMMANDS))
-
-
-def read_paper(arguments: Arguments) -> Any:
-    from slayformer.paper.run import read_config
-
-    return read_config(compose("paper", arguments, COMMANDS))
-
-
-def read_generate(arguments: Arguments) -> Any:
-    return runpy.run_path(str(ROOT / "scripts" / "generate.py"))["parse"](arguments)
-
-
-def read_nothing(arguments: Arguments) -> None:
-    assert arguments == []
-
-
-def of(name: str, schema: type[Any] | None = None, folder: Path = COMMANDS) -> Callable[..., Any]:
-    """Return what reads the options of a command that has one configuration."""
-
-    def read(arguments: Arguments) -> Any:
-        composed = compose(name, arguments, folder)
-        return composed if schema is None else load_config(composed, schema)
-
-    return read
-
-
-READERS: dict[str, Callable[[Arguments], Any]] = {
-    "train.py": read_training,
-    "eval.py": of("eval", EvalConfig),
-    "scripts/prepare_data.py": read_training,
-    "scripts/compare.py": read_comparison,
-    "scripts/report.py": read_report,
-    "scripts/recall.py": of("recall", RecallConfig, COMMANDS.parent),
-    "scripts/long_context.py": of("long_context", LongContextConfig),
-    "scripts/export_hf.py": of("export_hf"),
-    "scripts/inspect_attention.py": of("inspect_attention"),
-    "scripts/bench_attention.py": read_bench_attention,
-    "scripts/bench_train.py": read_bench_train,
-    "scripts/paper.py": read_paper,
-    "scripts/tasks.py": of("tasks"),
-    "scripts/generate.py": read_generate,
-    "scripts/check_kernels.py": read_nothing,
-}
-
-
-def why_not(words: Sequence[str]) -> str | None:
-    """Return why a command is not run, None if it is."""
-    reasons = (why for pattern, why in NOT_RUN.items() if re.search(pattern, " ".join(words)))
-    return next(reasons, None)
-
-
-def is_ours(words: Sequence[str]) -> bool:
-    """Return whether a command starts a script of the project."""
-    return words[0] in ("torchrun", "deepspeed") or (words[0] == "python" and words[1] != "-m")
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_every_option_exists(name: str, pages: Any, tmp_path: Path) -> None:
-    page = pages[name]
-    for block in page.blocks():
-        if block.file is not None:
-            (tmp_path / block.file).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / block.file).write_text(block.text)
-    # a mechanism that the page adds is not there; any other stands for it
-    added = {path.stem: "slay" for path in (tmp_path / "configs" / "attention").glob("*.yaml")}
-    replaced = {**added, "=NAME": "=slay", "[…]": "[slay]", "attention.power": "attention.nodes"}
-    seen = set()
-    for words in [*page.commands(), *page.mentioned()]:
-        if not is_ours(words):
-            continue
-        script, arguments, _ = of_launcher(words, tmp_path)
-        for old, new in replaced.items():
-            arguments = [argument.replace(old, new) for argument in arguments]
-        if (script, *arguments) not in seen and arguments != ["--help"]:
-            seen.add((script, *arguments))
-            READERS[script](arguments)
-
 
 @pytest.mark.parametrize("pattern", NOT_RUN)
 def test_what_is_not_run_is_there(pattern: str, pages: Any) -> None:
-    commands = [" ".join(words) for page in pages.values() for words in page.commands()]
+    commands = [command.line for page in pages.values() for command in page.commands()]
     assert any(re.search(pattern, command) for command in commands)
 
 
-def test_every_script_and_block_is_known(pages: Any) -> None:
-    scripts = {f"scripts/{path.name}" for path in (ROOT / "scripts").glob("*.py")}
-    without_examples = {"scripts/prepare_xmc.py", "scripts/xmc.py"}
-    assert scripts - without_examples == READERS.keys() - {"train.py", "eval.py"}
-    for page in pages.values():
-        for block in page.blocks():
-            assert block.file or block.language in ("bash", "console", "python"), page.name
-        indented = re.findall(
-            r"^    (?:python|deepspeed|torchrun|make) .*", page.text, re.MULTILINE
-        )
-        assert indented == [], page.name
-
-
-def plan(words: Sequence[str], folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def plan(command: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """Plan the training that a command would do with as many processes as it would start."""
-    script, arguments, world_size = of_launcher(words, folder)
+    script, arguments, world_size = command.launched(folder)
     # where GPT-2's weights would come from is nothing to plan with
     arguments = [a for a in arguments if not a.startswith("initial_weights=")]
     if script == "train.py":
@@ -270,37 +101,29 @@ def run_apart(words: Sequence[str], folder: Path) -> None:
     assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout}\n{done.stderr}"
 
 
-def smaller(words: Sequence[str]) -> list[str]:
-    """Return the command with what makes it a matter of seconds."""
-    if not is_ours(words) or {"--help", "dry_run=true"} & set(words):
-        return list(words)
-    command = " ".join(words)
-    appended = [more for pattern, more in SMALLER.items() if re.search(pattern, command)]
-    return [*words, *" ".join(appended).split()]
+def smaller(command: Any) -> list[str]:
+    """Return the words of a command with what makes it a matter of seconds."""
+    if not command.is_ours or {"--help", "dry_run=true"} & set(command):
+        return list(command)
+    appended = [more for pattern, more in SMALLER.items() if re.search(pattern, command.line)]
+    return [*command, *" ".join(appended).split()]
 
 
 @pytest.fixture
-def clone(name: str, pages: Any, project: Callable[[], Path], request: Any) -> Path:
-    """Return a copy of the project with the runs and the exported folder that the page names."""
+def clone(
+    name: str, pages: Any, project: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
+) -> Path:
+    """Return a copy of the project with the runs that the page names and does not make."""
     folder = project()
-    text = pages[name].text
-    named = [
-        path
-        for path in ("runs/NAME", "runs/A", "runs/B", "runs/ONE", "runs/ANOTHER")
-        if re.search(rf"{path}\b", text)
-    ]
-    if named:
-        monkeypatch = request.getfixturevalue("monkeypatch")
-        attention = {"runs/B": "softmax", "runs/ANOTHER": "softmax"}
-        made: dict[str, str] = {}
-        for path in named:
-            kind = attention.get(path, "slay")
-            if kind in made:
-                shutil.copytree(folder / made[kind], folder / path)
-                continue
-            words = smaller(["python", "train.py", f"attention={kind}", f"run_directory={path}"])
-            assert run_here(words, folder, monkeypatch) == 0
-            made[kind] = path
+    made: dict[str, Path] = {}
+    for path in sorted(set(re.findall(r"runs/[A-Z]+\b", pages[name].text))):
+        mechanism = "softmax" if path in ("runs/B", "runs/ANOTHER") else "slay"
+        if mechanism in made:
+            shutil.copytree(made[mechanism], folder / path)
+        else:
+            options = [f"attention={mechanism}", f"run_directory={path}", *TRAINING.split()]
+            assert run_here(["python", "train.py", *options], folder, monkeypatch) == 0
+            made[mechanism] = folder / path
     return folder
 
 
@@ -320,23 +143,23 @@ def test_the_page_does_what_it_says(
         elif block.language == "console":
             answers(block, clone, monkeypatch, capfd)
         else:
-            for words in block.commands():
-                if why_not(words):
-                    if is_ours(words):
-                        plan(words, clone, monkeypatch, capfd)
+            for printed in block.commands():
+                if any(re.search(pattern, printed.line) for pattern in NOT_RUN):
+                    if printed.is_ours:
+                        plan(printed, clone, monkeypatch, capfd)
                     continue
-                command = smaller(words)
+                words = smaller(printed)
                 # the last value of an option counts: some are the same command now
-                meaning = tuple({word.partition("=")[0]: word for word in command}.values())
+                meaning = tuple({word.partition("=")[0]: word for word in words}.values())
                 if meaning in done:
                     continue
                 done.add(meaning)
                 if words[0] == "python" and words[1].endswith(".py") and name not in APART:
-                    code = run_here(command, clone, monkeypatch)
-                    printed = capfd.readouterr()
-                    assert code == 0, f"{' '.join(command)}\n{printed.out}\n{printed.err}"
+                    code = run_here(words, clone, monkeypatch)
+                    said = capfd.readouterr()
+                    assert code == 0, f"{' '.join(words)}\n{said.out}\n{said.err}"
                 else:
-                    run_apart(command, clone)
+                    run_apart(words, clone)
     if programs:
         run_apart([sys.executable, "-c", "\n".join(programs)], clone)
 
