@@ -29,7 +29,7 @@ Arguments = list[str]
 @pytest.fixture(autouse=True)
 def _compose_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hydra composes twice, the first time to learn that this is no sweep, which is known here."""
-    monkeypatch.setattr("hydra._internal.hydra.Hydra.get_mode", lambda *_: None)
+    monkeypatch.setattr("hydra._internal.hydra.Hydra.get_mode", lambda *_, **__: None)
 
 
 def read_training(arguments: Arguments) -> Any:
