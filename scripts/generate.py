@@ -81,9 +81,11 @@ def main() -> None:
             count += 1
             yield token
 
-    print(options["prompt"], end="", flush=True)
     start = time.perf_counter()
-    for piece in stream_text(tokenizer, counted()):
+    pieces = stream_text(tokenizer, counted())
+    # the first call may have to say what computes it: before the text, not within
+    print(options["prompt"] + next(pieces, ""), end="", flush=True)
+    for piece in pieces:
         print(piece, end="", flush=True)
     seconds = time.perf_counter() - start
     print(flush=True)
