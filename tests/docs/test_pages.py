@@ -27,7 +27,7 @@ TRAINING = (
     "budget.tokens=1024 batch.samples_per_update=2 validation.tokens=1024 schedule.warmup_updates=1"
 )
 SMALLER = {
-    r"train\.py|compare\.py": TRAINING,
+    r"\btrain\.py|compare\.py": TRAINING,
     r"train\.py -m": "seed=1",
     r"compare\.py": "seeds=[1] threads=1",
     r"compare\.py attention=\[softmax,": "attention=[softmax,slay]",
