@@ -13,7 +13,6 @@ from torch import Tensor
 from slayformer.attention.backends.triton_math import BF16, FP32, ROUNDED, TF32
 from slayformer.attention.backends.triton_sides import INTERPRETED
 
-
 # the assembler would rather spill a little and run more programs at a time
 MOST_REGISTERS = 255
 
