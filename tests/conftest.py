@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,6 +88,45 @@ def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         text = english_text(seed=number, length_bytes=2000 + 500 * number)
         (folder / f"document_{number:02d}.txt").write_text(text, encoding="utf-8")
     return folder
+
+
+class Gate:
+    """Where a run waits on its way until `open`, so that no run is faster than the test.
+
+    The file of its samples, written after each validation, is a pipe that nobody reads yet.
+    """
+
+    def __init__(self, run_directory: Path) -> None:
+        self._pipe = run_directory / "samples.txt"
+        self._reader: int | None = None
+        run_directory.mkdir(parents=True, exist_ok=True)
+        os.mkfifo(self._pipe)
+
+    def open(self) -> None:
+        """Let the run go on, this time and every other; what waited is read by nobody."""
+        if self._reader is None:
+            self._reader = os.open(self._pipe, os.O_RDONLY | os.O_NONBLOCK)
+            self._pipe.unlink()
+
+    def close(self) -> None:
+        """Leave nobody waiting."""
+        self.open()
+        if self._reader is not None:
+            os.close(self._reader)
+
+
+@pytest.fixture
+def make_gate() -> Iterator[Callable[[Path], Gate]]:
+    """Return `make_gate(run_directory)`: see Gate. All are open after the test."""
+    gates: list[Gate] = []
+
+    def make(run_directory: Path) -> Gate:
+        gates.append(Gate(run_directory))
+        return gates[-1]
+
+    yield make
+    for gate in gates:
+        gate.close()
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Checkpoints: written whole or not at all, checked before they are read.
+"""Checkpoints: checked before they are read. `saving.py` writes them.
 
 A checkpoint is the folder checkpoints/update_NNNNNNN of a run. Its manifest.json, written last,
 lists every file with size and sha256. `checkpoints/latest` names the newest, `checkpoints/best`
@@ -9,11 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-import os
 import re
-import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,8 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from safetensors import SafetensorError
 
 from slayformer.config import TrainConfig
-from slayformer.config_loading import load_config, to_plain
-from slayformer.data.shards import write_atomically
+from slayformer.config_loading import load_config
 from slayformer.data.tokenizer import Tokenizer, load_tokenizer
 from slayformer.errors import CheckpointError, UserError
 from slayformer.model.gpt2 import GPT2
@@ -35,12 +30,11 @@ from slayformer.training import distributed
 if TYPE_CHECKING:
     from slayformer.training.engine import TrainingEngine
 
-# 2: AdamW's moments by parameter, where 1 had DeepSpeed's own files
-FORMAT_VERSION, READABLE_VERSIONS = 2, (1, 2)
+# 1 had DeepSpeed's own files, 2 has AdamW's moments by parameter
+READABLE_VERSIONS = (1, 2)
 FOLDER, LATEST, BEST, MANIFEST = "checkpoints", "latest", "best", "manifest.json"
 WEIGHTS, CONFIG, STATE, TOKENIZER = "model.safetensors", "config.yaml", "state.json", "tokenizer"
 OPTIMIZER = "optimizer.safetensors"
-UNFINISHED = ".unfinished"
 NAME = re.compile(r"update_\d{7,}")
 
 
@@ -70,7 +64,7 @@ def find_checkpoint(path: Path) -> Path:
     latest = path / FOLDER / LATEST
     if not latest.is_file():
         # a kill can fall between a run's first checkpoint and the note that names it
-        complete = _complete_names(path / FOLDER)
+        complete = complete_names(path / FOLDER)
         if complete:
             return path / FOLDER / complete[-1]
         raise CheckpointError(
@@ -84,7 +78,7 @@ def _named_by(file: Path) -> Path:
     name = file.read_text(encoding="utf-8", errors="replace").strip()
     folder = file.parent / name
     if not NAME.fullmatch(name) or not folder.is_dir():
-        there = ", ".join(_complete_names(file.parent)) or "none"
+        there = ", ".join(complete_names(file.parent)) or "none"
         raise CheckpointError(f"{file} names {name!r}, which is not there; complete: {there}")
     return folder
 
@@ -99,7 +93,7 @@ def find_sound_checkpoint(path: Path) -> tuple[Path, list[str]]:
     newest = find_checkpoint(path)
     earlier = []
     if (path / FOLDER).is_dir():
-        names = _complete_names(path / FOLDER)
+        names = complete_names(path / FOLDER)
         earlier = [path / FOLDER / name for name in reversed(names) if name != newest.name]
     for candidate in (newest, *earlier):
         try:
@@ -114,7 +108,7 @@ def find_sound_checkpoint(path: Path) -> tuple[Path, list[str]]:
 def has_checkpoint(directory: Path) -> bool:
     """Return whether run `directory` has ever saved."""
     parent = directory / FOLDER
-    return (parent / LATEST).exists() or bool(_complete_names(parent))
+    return (parent / LATEST).exists() or bool(complete_names(parent))
 
 
 def verify_checkpoint(path: Path) -> dict[str, Any]:
@@ -140,7 +134,7 @@ def verify_checkpoint(path: Path) -> dict[str, Any]:
             raise CheckpointError(
                 f"checkpoint {path} is damaged: {name} has {size:,} bytes, not {listed['bytes']:,}"
             )
-        if _sha256(file) != listed["sha256"]:
+        if sha256(file) != listed["sha256"]:
             raise CheckpointError(f"checkpoint {path} is damaged: the sha256 of {name} differs")
     for name in (WEIGHTS, CONFIG, STATE):
         if name not in files:
@@ -190,49 +184,6 @@ def load_weights(path: Path, model: GPT2) -> None:
         ) from error
 
 
-def save_checkpoint(
-    run_directory: Path,
-    engine: TrainingEngine,
-    *,
-    config: TrainConfig,
-    tokenizer: Tokenizer,
-    state: dict[str, Any],
-) -> Path:
-    """Save on all ranks and return the folder; the newest `checkpoint.keep` and the best stay.
-
-    The best is that with the lowest `validation_loss` in its `state`, where there is one.
-
-    Raises CheckpointError on every rank if any could not write: what had been written is removed,
-    `latest` and the checkpoints before stay as they were.
-    """
-    parent = run_directory / FOLDER
-    folder = parent / f"update_{state['update']:07d}"
-    unfinished = folder.with_name(folder.name + UNFINISHED)
-    try:
-        distributed.run_on_main(lambda: _guard(run_directory, lambda: _make_empty(unfinished)))
-        weights, moments = engine.consolidated_weights(), engine.optimizer_moments()
-        error: OSError | None = None
-        try:
-            _write_rng(unfinished, engine.device)
-            if weights is not None:
-                _write_model(unfinished, weights, config, tokenizer, state)
-                _write_tensors(unfinished / OPTIMIZER, moments)
-        except OSError as own_error:
-            error = own_error
-        errors = [one for one in distributed.gather_objects(error and str(error)) if one]
-        if errors:
-            raise CheckpointError(_not_saved(run_directory, errors[0]))
-        keep = config.checkpoint.keep
-        distributed.run_on_main(
-            lambda: _guard(run_directory, lambda: _publish(unfinished, folder, keep))
-        )
-    except CheckpointError:
-        if distributed.is_main():
-            shutil.rmtree(unfinished, ignore_errors=True)
-        raise
-    return folder
-
-
 def restore(path: Path, engine: TrainingEngine, *, same_world: bool) -> None:
     """Give `engine` the optimizer state of checkpoint `path`, and in the `same_world` its RNG.
 
@@ -242,7 +193,7 @@ def restore(path: Path, engine: TrainingEngine, *, same_world: bool) -> None:
     try:
         engine.set_optimizer_moments(safetensors.torch.load_file(path / OPTIMIZER))
         if same_world:
-            states = safetensors.torch.load_file(path / _rng_name(distributed.rank()))
+            states = safetensors.torch.load_file(path / rng_name(distributed.rank()))
             torch.set_rng_state(states["cpu"])
             if "cuda" in states and engine.device.type == "cuda":
                 torch.cuda.set_rng_state(states["cuda"], engine.device)
@@ -250,105 +201,19 @@ def restore(path: Path, engine: TrainingEngine, *, same_world: bool) -> None:
         raise CheckpointError(f"{path} cannot be gone on from: {error}") from error
 
 
-def _write_model(
-    folder: Path,
-    weights: dict[str, torch.Tensor],
-    config: TrainConfig,
-    tokenizer: Tokenizer,
-    state: dict[str, Any],
-) -> None:
-    _write_tensors(folder / WEIGHTS, weights)
-    OmegaConf.save(OmegaConf.create(to_plain(config)), folder / CONFIG)
-    tokenizer.save(folder / TOKENIZER)
-    (folder / STATE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
-
-
-def _rng_name(rank: int) -> str:
+def rng_name(rank: int) -> str:
+    """Return the name of the file with the random state of a rank."""
     return f"rng_rank_{rank:05d}.safetensors"
 
 
-def _write_rng(folder: Path, device: torch.device) -> None:
-    states = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
-    _write_tensors(folder / _rng_name(distributed.rank()), states)
-
-
-def _write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    try:
-        safetensors.torch.save_file(tensors, path)
-    except SafetensorError as error:
-        raise OSError(f"{path.name} could not be written: {error}") from error
-    # the library lets nobody but the owner read it
-    path.chmod(path.parent.stat().st_mode & 0o666)
-
-
-def _make_empty(folder: Path) -> None:
-    """Make `folder` new, without what runs killed while saving have left beside it."""
-    for leftover in folder.parent.glob(f"update_*{UNFINISHED}"):
-        shutil.rmtree(leftover)
-    folder.mkdir(parents=True)
-
-
-def _publish(unfinished: Path, folder: Path, keep: int) -> None:
-    """Turn the folder all ranks have written into the newest checkpoint, and drop the oldest."""
-    files = {
-        file.relative_to(unfinished).as_posix(): {
-            "bytes": file.stat().st_size,
-            "sha256": _sha256(file),
-        }
-        for file in sorted(unfinished.rglob("*"))
-        if file.is_file()
-    }
-    manifest = json.dumps({"format_version": FORMAT_VERSION, "files": files}, indent=2) + "\n"
-    write_atomically(unfinished / MANIFEST, [manifest.encode()])
-    # only a damaged one can be there: a run never saves an update twice
-    shutil.rmtree(folder, ignore_errors=True)
-    os.replace(unfinished, folder)
-    try:
-        write_atomically(folder.parent / LATEST, [folder.name.encode()])
-    except OSError:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    names = _complete_names(folder.parent)
-    losses = {name: _validation_loss(folder.parent / name) for name in names}
-    scored = {name: loss for name, loss in losses.items() if loss is not None}
-    best = min(scored, key=lambda name: scored[name], default=None)
-    if best is not None:
-        write_atomically(folder.parent / BEST, [best.encode()])
-    for name in names[:-keep]:
-        if name != best:
-            shutil.rmtree(folder.parent / name, ignore_errors=True)
-
-
-def _validation_loss(path: Path) -> float | None:
-    """Return the finite validation loss that checkpoint `path` knows of itself, if any."""
-    try:
-        loss = read_state(path).get("validation_loss")
-    except CheckpointError:
-        return None
-    return loss if isinstance(loss, float) and math.isfinite(loss) else None
-
-
-def _guard(run_directory: Path, action: Callable[[], None]) -> None:
-    """Run `action`; an OSError becomes a CheckpointError."""
-    try:
-        action()
-    except OSError as error:
-        raise CheckpointError(_not_saved(run_directory, str(error))) from error
-
-
-def _not_saved(run_directory: Path, reason: str) -> str:
-    return f"no checkpoint could be saved in {run_directory}: {reason}; earlier ones are untouched"
-
-
-def _complete_names(parent: Path) -> list[str]:
+def complete_names(parent: Path) -> list[str]:
     """Return the names of the checkpoints in `parent` that have a manifest, oldest first."""
     found = [p.name for p in parent.glob("update_*") if (p / MANIFEST).is_file()]
     return sorted((n for n in found if NAME.fullmatch(n)), key=lambda n: int(n.split("_")[1]))
 
 
-def _sha256(file: Path) -> str:
+def sha256(file: Path) -> str:
+    """Return the sha256 of a file's content, hex."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 

@@ -131,7 +131,7 @@ class TrainingEngine:
         scatter(self._engine.optimizer, self.objective.model, self.zero_stage, moments)
 
     def consolidated_weights(self) -> dict[str, Tensor] | None:
-        """Return weights and persistent buffers of the GPT-2 on the CPU, fp32; None off rank 0.
+        """Return copies of weights and persistent buffers of the GPT-2 on the CPU; None off rank 0.
 
         Every rank must call it: in stage 3 each weight is gathered in turn.
         """
@@ -142,13 +142,13 @@ class TrainingEngine:
             for name, parameter in model.named_parameters():
                 with gathered([parameter], enabled=self.zero_stage == 3):
                     if distributed.is_main():
-                        weights[name] = parameter.detach().cpu().clone()
+                        weights[name] = parameter.detach().to("cpu", copy=True)
         if not distributed.is_main():
             return None
         buffers = model.state_dict(keep_vars=True)
         for name, buffer in model.named_buffers():
             if name in buffers:
-                weights[name] = buffer.detach().cpu().clone()
+                weights[name] = buffer.detach().to("cpu", copy=True)
         return weights
 
     def close(self) -> None:

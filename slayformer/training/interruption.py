@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import signal
 import sys
@@ -20,7 +21,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 class StopSignal:
     """Within this context SIGINT, SIGTERM and SIGUSR1 only set `received`.
 
-    A second SIGINT interrupts.
+    Rank 0 says so, in one line. A second SIGINT interrupts.
 
     Outside the main thread, where Python takes no signals, it does nothing.
     """
@@ -39,6 +40,9 @@ class StopSignal:
             signal.signal(number, handler)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
+        if not self.received and distributed.is_main():
+            # print could be in the middle of another line of this thread
+            os.write(2, b"stopping after the update under way; Ctrl-C ends it at once\n")
         self.received = True
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

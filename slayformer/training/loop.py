@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,6 +37,7 @@ from slayformer.training.run_directory import (
     write_records,
 )
 from slayformer.training.sample import write_sample
+from slayformer.training.saving import Saver
 from slayformer.training.schedule import learning_rate
 
 
@@ -91,6 +93,7 @@ class Training:
             checkpoint.restore(start.checkpoint, self.engine, same_world=same_world)
             if self.engine.loss_scale is not None and state.get("loss_scale"):
                 self.engine.loss_scale.state = state["loss_scale"]
+        self.saver = Saver(start.directory, config, inputs.data.tokenizer)
         distributed.run_on_main(lambda: write_records(start.directory, config, plan))
         self.log = open_log(config, plan, inputs, start, state) if distributed.is_main() else None
         if weights is not None and self.log is not None:
@@ -103,13 +106,13 @@ class Training:
         validate_every = self.config.validation.every_updates
         save_every = self.config.checkpoint.every_updates
         self._save()
-        with StopSignal() as stop:
+        with StopSignal() as stop, self.saver:
             while self.update < self.plan.updates:
                 stopping = self._do_update(stop)
                 if self.update == self.plan.updates:
                     break
                 if stopping:
-                    self._save()
+                    self._save(wait=True)
                     self._say_stopped()
                     return
                 if validate_every and self.update % validate_every == 0:
@@ -118,7 +121,7 @@ class Training:
                 if save_every and self.update % save_every == 0:
                     self._save()
             totals = self._validate()
-            self._save()
+            self._save(wait=True)
             self._sum_up(totals, self._write_sample())
 
     def _do_update(self, stop: StopSignal) -> bool:
@@ -148,9 +151,12 @@ class Training:
                 if number == len(passes):
                     # before its last gradients: an update that is at fault is spoilt by them
                     own = [*own_nats.tolist(), *own_guarded.tolist(), float(stop.received)]
-                    nats, z_nats, rows, guarded, stops = distributed.sum_over_ranks(
+                    own.append(float(self.saver.failed))
+                    nats, z_nats, rows, guarded, stops, unsaved = distributed.sum_over_ranks(
                         torch.tensor(own, dtype=torch.float64)
                     ).tolist()
+                    if unsaved:
+                        self.saver.wait()
                     fault = self._judge(self.bad_updates.of_loss(nats / targets), samples)
                     loss = poisoned(loss, fault)
                 self.engine.backward(loss, last=number == len(passes))
@@ -254,11 +260,21 @@ class Training:
     def _write_sample(self) -> str | None:
         return write_sample(self.directory, self.engine, self.inputs, self.config, self.update)
 
-    def _save(self) -> None:
-        """Save a checkpoint of this moment, unless there is one."""
-        if self.saved_update == self.update:
-            return
-        state = {
+    def _save(self, *, wait: bool = False) -> None:
+        """Begin to save a checkpoint of this moment, unless there is one; `wait` until it is there.
+
+        The meter counts what training has to wait for.
+        """
+        with self.meter.part("saving"):
+            if self.saved_update != self.update:
+                self.saver.save(self.engine, self._state())
+                self.saved_update = self.update
+            if wait:
+                self.saver.wait()
+
+    def _state(self) -> dict[str, Any]:
+        """Return what a checkpoint tells of the run besides its tensors."""
+        return {
             "update": self.update,
             "samples": self.plan.samples_at(self.update),
             "tokens": self.plan.tokens_at(self.update),
@@ -278,15 +294,6 @@ class Training:
             "git_revision": git_revision(),
             "packages": package_versions(),
         }
-        with self.meter.part("saving"):
-            checkpoint.save_checkpoint(
-                self.directory,
-                self.engine,
-                config=self.config,
-                tokenizer=self.inputs.data.tokenizer,
-                state=state,
-            )
-        self.saved_update = self.update
 
     def _sum_up(self, totals: LossTotals, sample: str | None) -> None:
         """Write summary.json and print how it ended."""

@@ -23,8 +23,8 @@ STEP = "step"
 def gather(optimizer: Any, model: nn.Module, zero_stage: int) -> dict[str, Tensor]:
     """Return `name.exp_avg` and `name.exp_avg_sq` of every parameter and `step`, fp32 on the CPU.
 
-    `optimizer` is DeepSpeed's. Every rank must call it; the tensors are whole on rank 0 and the
-    others get nothing. Before the first update there are none.
+    They are copies. `optimizer` is DeepSpeed's. Every rank must call it; the tensors are whole on
+    rank 0 and the others get nothing. Before the first update there are none.
     """
     pieces = _pieces(optimizer, zero_stage)
     states = _torch_optimizer(optimizer, zero_stage).state
@@ -42,9 +42,10 @@ def gather(optimizer: Any, model: nn.Module, zero_stage: int) -> dict[str, Tenso
             else:
                 whole = parameter.get_full_hp_param(key)  # type: ignore[attr-defined]
             if distributed.is_main():
-                moments[f"{name}.{key}"] = whole.detach().float().cpu().clone()
+                copy = whole.detach().to("cpu", torch.float32, copy=True)
+                moments[f"{name}.{key}"] = copy
     if distributed.is_main():
-        moments[STEP] = states[pieces[0]][STEP].detach().float().cpu().reshape(1).clone()
+        moments[STEP] = torch.tensor([float(states[pieces[0]][STEP])])
     return moments
 
 

@@ -215,6 +215,7 @@ def describe_environment() -> dict[str, Any]:
     }
 
 
+@functools.cache
 def package_versions() -> dict[str, str]:
     """Return the versions of the packages that shape a run; those not installed are left out."""
     versions = {}

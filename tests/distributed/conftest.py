@@ -44,10 +44,6 @@ RAMP = [
     *("budget=samples", f"budget.samples={sum(RAMP_SIZES)}"),
 ]
 TWENTY = ["batch.samples_per_update=8", "budget=updates", "budget.updates=20"]
-LONG = [
-    *("batch.samples_per_update=8", "model.dropout=0.1"),
-    *("budget=updates", "budget.updates=150"),
-]
 # (ZeRO stage, passes per update)
 RESUMED = [(0, 1), (0, 4), (1, 4), (2, 1), (2, 4), (3, 4)]
 # (ZeRO stage of the run, ZeRO stage of other processes that go on with it)
@@ -174,7 +170,6 @@ def cases(tiny: list[str], folder: Path, world_size: int) -> dict[str, list[str]
         saved = folder / whole / "checkpoints" / "update_0000010"
         runs[f"resumed-{stage}-{passes}"] = [*overrides, f"resume={saved}"]
     runs["finished"] = [*runs["whole-2-4"], f"resume={folder / 'whole-2-4'}"]
-    runs["long"] = [*LONG, "engine.zero_stage=2", f"batch.micro_samples={4 // world_size}"]
     return {name: [*tiny, *overrides] for name, overrides in runs.items()}
 
 

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from slayformer.cli import compose
 from slayformer.config_loading import load_config
 from slayformer.errors import ConfigError
-from slayformer.training import bad_updates, distributed, engine, loop, loss_scale, run
+from slayformer.training import bad_updates, distributed, engine, loop, loss_scale, run, saving
 
 # every weight of these tiny models is sharded, as a large one's would be
 engine.STAGE3_WHOLE_BELOW = 0
@@ -63,6 +64,7 @@ class Observed(engine.TrainingEngine):
 
     def step(self, learning_rate: float) -> float:
         self.updates += 1
+        Late.updates += 1
         return super().step(learning_rate)
 
     def close(self) -> None:
@@ -77,6 +79,24 @@ class Observed(engine.TrainingEngine):
         told = folder / f"{self.name}-{distributed.rank()}.json"
         told.write_text(json.dumps(digests))
         super().close()
+
+
+class Late(saving.Saver):
+    """Begins to write a copy when the weights it was made of have changed twice, or at a wait."""
+
+    updates = 0
+    in_a_hurry = False
+
+    def _join(self) -> None:
+        self.in_a_hurry = True
+        super()._join()
+        self.in_a_hurry = False
+
+    def _write(self, snapshot: saving.Snapshot) -> None:
+        begun = Late.updates
+        while Late.updates < begun + 2 and not self.in_a_hurry:
+            time.sleep(0.001)
+        super()._write(snapshot)
 
 
 def talk() -> None:
@@ -98,7 +118,7 @@ def talk() -> None:
 
 distributed.initialize()
 talk()
-loop.TrainingEngine = Observed  # type: ignore[misc]
+loop.TrainingEngine, loop.Saver = Observed, Late  # type: ignore[misc]
 for name, overrides in cases.items():
     Observed.name = name
     run.run(load_config(compose("train", [*overrides, f"run_directory={folder / name}"])))

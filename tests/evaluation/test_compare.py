@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 import pytest
@@ -235,7 +236,8 @@ class Comparison:
             f"data.cache_directory={directory.parent / 'cache'}",
             "data.validation_fraction=0.3",
             *("model.layers=1", "model.heads=2", "model.width=8", "model.context_length=16"),
-            *("budget=updates", "validation.tokens=7000", "logging.sample_tokens=0"),
+            *("budget=updates", "budget.updates=40", "validation.tokens=7000"),
+            *("validation.every_updates=20", "logging.sample_tokens=1"),
         ]
 
     def start(self, *arguments: str) -> subprocess.Popen[bytes]:
@@ -264,16 +266,28 @@ class Comparison:
             assert time.monotonic() < deadline, self.output()
             time.sleep(0.02)
 
+    def wait_for_stop(self, process: subprocess.Popen[bytes], cell: str) -> None:
+        """Return as soon as the run of a cell has been told to stop."""
+        deadline = time.monotonic() + WAIT_SECONDS
+        while "stopping after" not in (self.directory / f"{cell}.log").read_text():
+            assert process.poll() is None, self.output()
+            assert time.monotonic() < deadline, self.output()
+            time.sleep(0.02)
+
     def starts(self, cell: str) -> int:
         """Return how often the cell has been trained, according to its log."""
         return (self.directory / f"{cell}.log").read_text().count("run directory: ")
 
 
 @pytest.mark.slow
-def test_kills_and_interruptions_lose_and_repeat_nothing(tmp_path: Path, text_folder: Path) -> None:
+def test_kills_and_interruptions_lose_and_repeat_nothing(
+    tmp_path: Path, text_folder: Path, make_gate: Any
+) -> None:
     mechanisms = ["softmax", "linear_elu", "slay", "uniform"]
     comparison = Comparison(tmp_path / "comparison", text_folder, mechanisms)
-    options = ("seeds=[1,2]", "budget.updates=300", "logging.every_updates=100")
+    options = ("seeds=[1,2]", "logging.every_updates=100")
+    ended = ("softmax-seed1", "softmax-seed2", "linear_elu-seed2")
+    gates = {cell: make_gate(comparison.directory / cell) for cell in ended}
     summary = comparison.directory / "linear_elu-seed1" / "summary.json"
 
     # a run dies: the others go on. Then the comparison itself is killed in the middle of a run
@@ -281,6 +295,7 @@ def test_kills_and_interruptions_lose_and_repeat_nothing(tmp_path: Path, text_fo
     comparison.wait_for(process, "softmax-seed1", "metrics.jsonl")
     (run_process,) = psutil.Process(process.pid).children()
     run_process.kill()
+    gates["softmax-seed1"].open()
     comparison.wait_for(process, "softmax-seed2", "metrics.jsonl")
     before = (
         summary.stat().st_mtime_ns,
@@ -297,8 +312,11 @@ def test_kills_and_interruptions_lose_and_repeat_nothing(tmp_path: Path, text_fo
 
     # its run is not started again; later the comparison is asked to stop
     process = comparison.start(*options)
+    gates["softmax-seed2"].open()
     comparison.wait_for(process, "linear_elu-seed2", "metrics.jsonl")
     process.terminate()
+    comparison.wait_for_stop(process, "linear_elu-seed2")
+    gates["linear_elu-seed2"].open()
     assert process.wait(timeout=WAIT_SECONDS) == 130
     assert (comparison.directory / "linear_elu-seed2" / "checkpoints" / "latest").exists()
     assert not (comparison.directory / "linear_elu-seed2" / "summary.json").exists()
@@ -325,7 +343,7 @@ def test_kills_and_interruptions_lose_and_repeat_nothing(tmp_path: Path, text_fo
         assert float(row["loss_std"]) == pytest.approx(abs(losses[0] - losses[1]) / 2**0.5)
         for folder in folders:
             updates = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
-            assert [u["update"] for u in updates if u["kind"] == "train"] == [*range(1, 301)]
+            assert [u["update"] for u in updates if u["kind"] == "train"] == [*range(1, 41)]
         covers = "" if mechanism == "softmax" else "seeds and documents"
         assert (row["difference_covers"], row["baseline"]) == (covers, "softmax")
     assert (comparison.directory / "curves.png").stat().st_size > 10_000
@@ -348,17 +366,20 @@ def test_a_run_that_cannot_start_leaves_the_others(tmp_path: Path, text_folder: 
 
 
 @pytest.mark.slow
-def test_runs_of_several_processes_stop_and_go_on(tmp_path: Path, text_folder: Path) -> None:
+def test_runs_of_several_processes_stop_and_go_on(
+    tmp_path: Path, text_folder: Path, make_gate: Any
+) -> None:
     comparison = Comparison(tmp_path / "comparison", text_folder, ["slay"])
-    # enough for a stop to come in time on a fast machine
-    count = 1200
-    options = ("seeds=[1]", "processes=2", f"budget.updates={count}")
+    options = ("seeds=[1]", "processes=2")
     folder = comparison.directory / "slay-seed1"
+    gate = make_gate(folder)
 
     process = comparison.start(*options)
     comparison.wait_for(process, "slay-seed1", "metrics.jsonl")
     started = psutil.Process(process.pid).children(recursive=True)
     process.terminate()
+    comparison.wait_for_stop(process, "slay-seed1")
+    gate.open()
     assert process.wait(timeout=WAIT_SECONDS) == 130, comparison.output()
     # both processes saved by themselves, and nothing is left of the launcher
     assert (folder / "checkpoints" / "latest").exists()
@@ -372,7 +393,7 @@ def test_runs_of_several_processes_stop_and_go_on(tmp_path: Path, text_folder: P
     assert "going on after update" in (comparison.directory / "slay-seed1.log").read_text()
     assert json.loads((folder / "plan.json").read_text())["world_size"] == 2
     updates = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
-    assert [u["update"] for u in updates if u["kind"] == "train"] == [*range(1, count + 1)]
+    assert [u["update"] for u in updates if u["kind"] == "train"] == [*range(1, 41)]
     losses = read_document_losses(folder)
     assert losses is not None
     summary = json.loads((folder / "summary.json").read_text())

@@ -19,16 +19,16 @@ from slayformer.config import TrainConfig
 from slayformer.data.tokenizer import BPETokenizer, BytesTokenizer, vocabulary_size
 from slayformer.errors import CheckpointError
 from slayformer.model.gpt2 import GPT2
-from slayformer.training import checkpoint
+from slayformer.training import checkpoint, saving
 from slayformer.training.budget import make_plan
 from slayformer.training.checkpoint import (
     find_checkpoint,
     find_sound_checkpoint,
     load_model,
-    save_checkpoint,
     verify_checkpoint,
 )
 from slayformer.training.run_directory import changed_settings, check_fits
+from slayformer.training.saving import Saver
 
 
 class Weights:
@@ -64,6 +64,7 @@ def engine(config: TrainConfig) -> Weights:
 def save(tmp_path: Path, config: TrainConfig, engine: Weights) -> Save:
     """Return `save(update)`, which saves into the run `tmp_path`/run and returns the folder."""
     tokenizer = BytesTokenizer()
+    saver = Saver(tmp_path / "run", config, tokenizer)
 
     def save_at(update: int, validation_loss: float | None = None) -> Path:
         state = {
@@ -73,13 +74,9 @@ def save(tmp_path: Path, config: TrainConfig, engine: Weights) -> Save:
             "world_size": 1,
             "tokenizer": tokenizer.identity,
         }
-        return save_checkpoint(
-            tmp_path / "run",
-            engine,  # type: ignore[arg-type]
-            config=config,
-            tokenizer=tokenizer,
-            state=state,
-        )
+        saver.save(engine, state)  # type: ignore[arg-type]
+        saver.wait()
+        return tmp_path / "run" / "checkpoints" / f"update_{update:07d}"
 
     return save_at
 
@@ -251,14 +248,14 @@ def test_a_failed_save_leaves_the_earlier_checkpoints(
     failing: str,
 ) -> None:
     earlier = save(10)
-    real = checkpoint.write_atomically
+    real = saving.write_atomically
 
     def refuse_one(path: Path, chunks: Any) -> None:
         if path.name.startswith(failing):
             _refuse()
         real(path, chunks)
 
-    real_tensors = checkpoint.safetensors.torch.save_file
+    real_tensors = saving.safetensors.torch.save_file
 
     def refuse_tensors(tensors: Any, path: Path) -> None:
         if path.name.startswith(failing):
@@ -266,9 +263,9 @@ def test_a_failed_save_leaves_the_earlier_checkpoints(
         real_tensors(tensors, path)
 
     if failing in ("model", "optimizer"):
-        monkeypatch.setattr(checkpoint.safetensors.torch, "save_file", refuse_tensors)
+        monkeypatch.setattr(saving.safetensors.torch, "save_file", refuse_tensors)
     else:
-        monkeypatch.setattr(checkpoint, "write_atomically", refuse_one)
+        monkeypatch.setattr(saving, "write_atomically", refuse_one)
     with pytest.raises(CheckpointError, match=r"no checkpoint could be saved .*No space left"):
         save(20)
     monkeypatch.undo()

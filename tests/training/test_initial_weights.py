@@ -21,12 +21,13 @@ from slayformer.data.prepare import prepare
 from slayformer.data.tokenizer import BytesTokenizer
 from slayformer.errors import CheckpointError, ConfigError
 from slayformer.model.gpt2 import GPT2
-from slayformer.training.checkpoint import _publish, _write_model, load_model
+from slayformer.training.checkpoint import load_model
 from slayformer.training.initial_weights import (
     check_tokenizer,
     find_initial_weights,
     load_initial_weights,
 )
+from slayformer.training.saving import Snapshot, write_checkpoint
 
 VOCABULARY = 257
 
@@ -44,14 +45,9 @@ def other_weights(config: TrainConfig) -> GPT2:
 
 
 def save(run: Path, config: TrainConfig, model: GPT2) -> Path:
-    folder = run / "checkpoints" / "update_0000004"
-    unfinished = folder.with_suffix(".unfinished")
-    unfinished.mkdir(parents=True)
     tokenizer = BytesTokenizer()
     state = {"update": 4, "samples": 32, "tokenizer": tokenizer.identity}
-    _write_model(unfinished, model.state_dict(), config, tokenizer, state)
-    _publish(unfinished, folder, keep=3)
-    return folder
+    return write_checkpoint(run, Snapshot(state, model.state_dict(), {}, []), config, tokenizer)
 
 
 def start(config: TrainConfig, path: Path) -> tuple[GPT2, list[str]]:

@@ -16,13 +16,7 @@ from slayformer.errors import CheckpointError, ConfigError
 from slayformer.model.gpt2 import GPT2
 from slayformer.training import run_directory
 from slayformer.training.budget import Plan, make_plan
-from slayformer.training.checkpoint import (
-    OPTIMIZER,
-    _publish,
-    _write_model,
-    _write_tensors,
-    read_config,
-)
+from slayformer.training.checkpoint import read_config
 from slayformer.training.run_directory import (
     RunStart,
     start_run,
@@ -30,6 +24,7 @@ from slayformer.training.run_directory import (
     write_records,
 )
 from slayformer.training.run_lock import RunLock
+from slayformer.training.saving import Snapshot, write_checkpoint
 
 
 def start(config: TrainConfig) -> RunStart:
@@ -42,17 +37,11 @@ def plan_of(config: TrainConfig) -> Plan:
 
 def add_checkpoint(run: Path, config: TrainConfig, update: int) -> Path:
     """Write a checkpoint (without optimizer state) as rank 0 does."""
-    folder = run / "checkpoints" / f"update_{update:07d}"
-    unfinished = folder.with_suffix(".unfinished")
-    unfinished.mkdir(parents=True)
     model = GPT2(config.model, config.attention, vocabulary_size=257, seed=0)
     tokenizer = BytesTokenizer()
     state = {"update": update, "samples": 8 * update, "world_size": 1}
     state["tokenizer"] = tokenizer.identity  # type: ignore[assignment]
-    _write_model(unfinished, model.state_dict(), config, tokenizer, state)
-    _write_tensors(unfinished / OPTIMIZER, {})
-    _publish(unfinished, folder, keep=3)
-    return folder
+    return write_checkpoint(run, Snapshot(state, model.state_dict(), {}, []), config, tokenizer)
 
 
 def test_two_runs_in_one_second_get_two_directories(
