@@ -41,8 +41,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.xdist_group("gpu"))
             elif item.path.parent.name == "distributed":
-                # they share launches, which take half a minute
-                item.add_marker(pytest.mark.xdist_group(item.path.name))
+                # they share launches, which take a minute
+                context = item.path.name.startswith("test_context")
+                item.add_marker(pytest.mark.xdist_group("context" if context else "launch"))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

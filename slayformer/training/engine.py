@@ -172,6 +172,9 @@ def deepspeed_settings(config: TrainConfig, parameters: int) -> dict[str, Any]:
     if engine.zero_stage > 0:
         # it allocates the whole bucket, however small the model
         zero["reduce_bucket_size"] = min(REDUCE_BUCKET_ELEMENTS, parameters)
+    if engine.zero_stage in (1, 2) and distributed.world_size() == 1:
+        # nothing is reduced: gradients stay where they are instead of being copied together
+        zero |= {"contiguous_gradients": False, "reduce_bucket_size": 1}
     if engine.zero_stage == 3:
         zero["stage3_param_persistence_threshold"] = STAGE3_WHOLE_BELOW
     if engine.offload_optimizer:
@@ -212,4 +215,7 @@ def _import_deepspeed() -> Any:
     deepspeed = importlib.import_module("deepspeed")
     # `import deepspeed.comm.torch as name` would bind the real torch
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
+    if distributed.device().type == "cpu":
+        # it would copy every gradient to fp64 for the norm, which takes longer than AdamW
+        deepspeed.accelerator.get_accelerator().is_fp64_supported = lambda: False
     return deepspeed

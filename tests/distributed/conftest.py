@@ -24,9 +24,10 @@ from slayformer.config_loading import load_config
 from slayformer.data.loader import WindowLoader
 from slayformer.data.prepare import prepare
 from slayformer.model.gpt2 import GPT2
+from tests.distributed.cases import cases, reshaped_runs
 
 ROOT = Path(__file__).resolve().parents[2]
-LAUNCH_SECONDS = 600
+LAUNCH_SECONDS = 900
 
 TINY = [
     *("attention=slay", "tokenizer=bytes", "data=text", "data.validation_fraction=0.3"),
@@ -34,22 +35,6 @@ TINY = [
     *("optimizer.learning_rate=3e-3", "schedule.warmup_updates=3"),
     *("validation.tokens=160", "validation.every_updates=8", "logging.sample_tokens=4"),
 ]
-
-
-# 2, 4, 6, 8 samples over the first ten updates, then 8; 3 are left for the last: 20 updates
-RAMP_SIZES = [2] * 4 + [4] * 3 + [6] * 3 + [8] * 9 + [3]
-RAMP = [
-    *("batch.samples_per_update=8", "batch.micro_samples=2"),
-    "batch.ramp={start_samples: 2, increment_samples: 2, updates: 10}",
-    *("budget=samples", f"budget.samples={sum(RAMP_SIZES)}"),
-]
-TWENTY = ["batch.samples_per_update=8", "budget=updates", "budget.updates=20"]
-# (ZeRO stage, passes per update)
-RESUMED = [(0, 1), (0, 4), (1, 4), (2, 1), (2, 4), (3, 4)]
-# (ZeRO stage of the run, ZeRO stage of other processes that go on with it)
-RESHAPED = [(0, 0), (1, 2), (2, 1), (3, 3), (0, 3), (3, 0)]
-# in the middle of the ramp
-RESHAPED_AT = 7
 
 
 @pytest.fixture(scope="session")
@@ -136,10 +121,11 @@ class Launch:
         """Return that number in every training record of a case."""
         return read_metrics(self.folder / case, key)
 
-    def weights(self, case: str, update: int = 20) -> dict[str, torch.Tensor]:
-        """Return what a case saved after `update`."""
-        name = f"update_{update:07d}"
-        return load_file(self.folder / case / "checkpoints" / name / "model.safetensors")
+    def weights(self, case: str, update: int | None = None) -> dict[str, torch.Tensor]:
+        """Return what a case saved after `update`, or last."""
+        saved = self.folder / case / "checkpoints"
+        name = (saved / "latest").read_text() if update is None else f"update_{update:07d}"
+        return load_file(saved / name / "model.safetensors")
 
     def digests(self, case: str) -> list[dict[str, str]]:
         """Return the digests of the tensors that each rank had at the end of a case."""
@@ -147,42 +133,22 @@ class Launch:
         return [json.loads(path.read_text()) for path in told]
 
 
-def cases(tiny: list[str], folder: Path, world_size: int) -> dict[str, list[str]]:
-    """Return the overrides of every run that the tests compare, by name."""
-    every = f"checkpoint.every_updates={RESHAPED_AT}"
-    runs = {f"ramp-{stage}": [*RAMP, f"engine.zero_stage={stage}", every] for stage in range(4)}
-    for stage in (0, 2):
-        unclipped = [f"engine.zero_stage={stage}", "optimizer.gradient_clipping=0"]
-        runs[f"unclipped-{stage}"] = [*RAMP, *unclipped]
-    for stage in (0, 2):
-        # parameter groups of several learning rates
-        runs[f"learned-{stage}"] = [*RAMP, "attention=slay_best", f"engine.zero_stage={stage}"]
-        runs[f"learned-{stage}"] += ["attention.local_size=4", "attention.far_scale=1"]
-    runs["signed"] = [*RAMP, "attention=slay_random_maclaurin"]
-    runs["bf16-2"] = [*RAMP, "engine.zero_stage=2", "engine.precision=bf16"]
-    for stage, passes in RESUMED:
-        overrides = [
-            *(*TWENTY, "model.dropout=0.1", f"engine.zero_stage={stage}"),
-            f"batch.micro_samples={8 // world_size // passes}",
-        ]
-        whole = f"whole-{stage}-{passes}"
-        runs[whole] = [*overrides, "checkpoint.every_updates=10"]
-        saved = folder / whole / "checkpoints" / "update_0000010"
-        runs[f"resumed-{stage}-{passes}"] = [*overrides, f"resume={saved}"]
-    runs["finished"] = [*runs["whole-2-4"], f"resume={folder / 'whole-2-4'}"]
-    return {name: [*tiny, *overrides] for name, overrides in runs.items()}
-
-
 Launches = Callable[[int], Launch]
 
 
-def start(run_command: Any, world_size: int, folder: Path, runs: dict[str, list[str]]) -> Launch:
-    """Return one launch of `train_worker.py` that has trained all `runs` one after another."""
+def start(
+    run_command: Any,
+    world_size: int,
+    folder: Path,
+    runs: dict[str, list[str]],
+    worker: str = "train_worker.py",
+) -> Launch:
+    """Return one launch of `worker` that has trained all `runs` one after another."""
     (folder / "cases.json").write_text(json.dumps(runs))
-    worker = str(Path(__file__).with_name("train_worker.py"))
+    script = str(Path(__file__).with_name(worker))
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}"]
     finished = run_command(
-        [*(launcher if world_size > 1 else []), worker, str(folder / "cases.json"), str(folder)],
+        [*(launcher if world_size > 1 else []), script, str(folder / "cases.json"), str(folder)],
         timeout_s=LAUNCH_SECONDS,
     )
     assert finished.code == 0, finished.stdout[-2000:] + finished.stderr[-4000:]
@@ -191,7 +157,7 @@ def start(run_command: Any, world_size: int, folder: Path, runs: dict[str, list[
 
 @pytest.fixture(scope="session")
 def start_launch(run_command: Any) -> Callable[..., Launch]:
-    """Return `start_launch(world_size, folder, runs)`: see `start`."""
+    """Return `start_launch(world_size, folder, runs, worker="train_worker.py")`: see `start`."""
     return functools.partial(start, run_command)
 
 
@@ -199,12 +165,18 @@ def start_launch(run_command: Any) -> Callable[..., Launch]:
 def launches(
     tmp_path_factory: pytest.TempPathFactory, run_command: Any, tiny: list[str]
 ) -> Launches:
-    """Return `launched(world_size)`: all cases, trained once."""
+    """Return `launched(world_size)`: all cases, trained once.
+
+    Two processes also go on with what one has saved.
+    """
 
     @functools.cache
     def launched(world_size: int) -> Launch:
         folder = tmp_path_factory.mktemp(f"launch{world_size}")
-        return start(run_command, world_size, folder, cases(tiny, folder, world_size))
+        runs = cases(tiny, folder, world_size)
+        if world_size == 2:
+            runs |= reshaped_runs(tiny, launched(1).folder)
+        return start(run_command, world_size, folder, runs)
 
     return launched
 
@@ -226,14 +198,10 @@ def reshaped(
     """Return a launch, and one of another world size that goes on from its checkpoints."""
     before, after = request.param
     source = launches(before)
-    runs = {}
-    for was, now in RESHAPED:
-        saved = source.folder / f"ramp-{was}" / "checkpoints" / f"update_{RESHAPED_AT:07d}"
-        runs[f"{was}-to-{now}"] = [
-            *(*tiny, *RAMP, f"engine.zero_stage={now}", f"resume={saved}"),
-        ]
+    if after == 2:
+        return source, launches(after)
     folder = tmp_path_factory.mktemp(f"reshaped{after}")
-    return source, start(run_command, after, folder, runs)
+    return source, start(run_command, after, folder, reshaped_runs(tiny, source.folder))
 
 
 @pytest.fixture
