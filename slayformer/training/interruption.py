@@ -42,7 +42,7 @@ class StopSignal:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if not self.received and distributed.is_main():
             # print could be in the middle of another line of this thread
-            os.write(2, b"stopping after the update under way; Ctrl-C ends it at once\n")
+            os.write(2, b"stopping after this update; a second Ctrl-C does not wait for it\n")
         self.received = True
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
