@@ -38,7 +38,8 @@ SMALLER = {
     r"bench_attention\.py": "mechanisms=[slay] peers=[torch_sdpa] lengths=[64] contexts=[64]"
     " heads=2 rounds=1",
     r"bench_train\.py": "quick=true attention=[slay] lengths=[64] tokens=64 rounds=1",
-    r"paper\.py": "items=[figure_9] size=quick",
+    r"paper\.py(?!.* results=)": "items=[figure_9] size=quick",
+    r"paper\.py.* results=": "results=slayformer/paper/results/table5_cpu.json",
     r"tasks\.py": "mechanisms=[slay] seeds=[42] tasks=[copy] updates=2 processes=1",
 }
 # what cannot be run here, and why; its options are read, and what trains is planned
