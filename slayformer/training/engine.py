@@ -53,6 +53,8 @@ class TrainingEngine:
         self._engine, *_ = deepspeed.initialize(
             model=objective, optimizer=optimizer, config=deepspeed_settings(config, parameters)
         )
+        if self.zero_stage in (1, 2) and not config.engine.offload_optimizer:
+            _share_weights(self._engine.optimizer)
         if self.zero_stage == 3:
             # what a module uses of another's weights is gathered for it as well: the head, and the
             # maps by which a block sums the keys of its stretch of a sequence
@@ -193,6 +195,20 @@ def deepspeed_settings(config: TrainConfig, parameters: int) -> dict[str, Any]:
         "gradient_clipping": config.optimizer.gradient_clipping if engine.zero_stage > 0 else 0.0,
     }
     return _merged(settings, engine.deepspeed or {})
+
+
+def _share_weights(optimizer: Any) -> None:
+    """Let AdamW of stages 1 and 2 update the weights themselves.
+
+    DeepSpeed updates an fp32 copy and copies it back, for weights that may be of half precision;
+    ours are fp32.
+    """
+    own = distributed.rank()
+    flats = optimizer.single_partition_of_fp32_groups
+    for flat, parts in zip(flats, optimizer.parallel_partitioned_bit16_groups, strict=True):
+        flat.data = parts[own].data
+    # what remembered the copies lets go of them
+    optimizer._link_all_hp_params()
 
 
 def _merged(settings: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:

@@ -41,8 +41,8 @@ def estimate_memory(
 
     weights      4 P, from ZeRO stage 3 on 4 P / N; bf16 and fp16 products add a copy of 2 P,
     gradients    4 P, from stage 2 on 4 P / N; from stage 1 on a bucket of 4 min(P, 5 · 10⁸),
-    optimizer    AdamW's moments 8 P and from stage 1 on a flat copy of the weights 4 P, the sum
-                 divided by N; on the CPU if it is offloaded,
+    optimizer    AdamW's moments 8 P, in stage 3 or offloaded also a copy of the weights 4 P, from
+                 stage 1 on divided by N; on the CPU if it is offloaded,
     activations  what `activation_bytes` says of one forward pass; of sequences that R devices share
                  also the states handed on, `state_bytes` a sequence in all layers, and R of one
                  layer at a time.
@@ -58,8 +58,8 @@ def estimate_memory(
     weights = shared(4 * parameters, 3) + (2 * parameters if half else 0)
     gradients = shared(4 * parameters, 2)
     gradients += 4 * min(parameters, REDUCE_BUCKET_ELEMENTS) if stage > 0 else 0
-    optimizer = shared((12 if stage > 0 else 8) * parameters, 1)
     offloaded = config.engine.offload_optimizer
+    optimizer = shared((12 if stage == 3 or offloaded else 8) * parameters, 1)
     activations = activation_bytes(config, vocabulary_size, on_cpu=on_cpu)
     ranks = config.engine.context_parallel
     if ranks > 1:
