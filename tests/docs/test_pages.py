@@ -31,6 +31,7 @@ SMALLER = {
     r"train\.py -m": "seed=1",
     r"compare\.py": "seeds=[1] threads=1",
     r"compare\.py attention=\[softmax,": "attention=[softmax,slay]",
+    r"experiment=table5_cpu": "budget.tokens=null budget.updates=2 attention=[softmax,slay]",
     r"eval\.py": "tokens=600",
     r"generate\.py": "tokens=5",
     r"long_context\.py": "updates=2 schedule.warmup_updates=1 lengths_tokens=[64] samples=1",
