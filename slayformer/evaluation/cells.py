@@ -34,6 +34,7 @@ from slayformer.config_loading import load_config
 from slayformer.data.tokenizer import vocabulary_size
 from slayformer.evaluation.runs import is_finished
 from slayformer.training.budget import make_plan
+from slayformer.training.distributed import LAUNCHER_VARIABLES
 from slayformer.training.schedule import check_schedule
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -193,12 +194,16 @@ class RunningCell:
         return True
 
     def _start(self, threads: int | None) -> subprocess.Popen[bytes]:
+        # a run is a launch of its own, whatever has launched the comparison
+        env = {name: x for name, x in os.environ.items() if name not in LAUNCHER_VARIABLES}
+        if threads is not None:
+            env["OMP_NUM_THREADS"] = str(threads)
         return subprocess.Popen(
             self.cell.command(),
             stdin=subprocess.DEVNULL,
             stdout=self.log,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **({} if threads is None else {"OMP_NUM_THREADS": str(threads)})},
+            env=env,
             # Ctrl-C reaches it from here only, so that it is told to stop once
             start_new_session=True,
         )

@@ -244,6 +244,8 @@ class Comparison:
         """Start the command; its output goes to a file beside the folder."""
         command = [sys.executable, str(ROOT / "scripts" / "compare.py"), *self.arguments]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+        # as under a launcher, whose variables are none of the runs' business
+        environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
         with self.directory.with_name("output.txt").open("ab") as output:
             return subprocess.Popen(
                 [*command, *arguments],
