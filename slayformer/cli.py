@@ -29,6 +29,8 @@ USERS_ERRNOS = {
     errno.EROFS,
 }
 EXIT_INTERRUPTED = 130
+# what launchers tell the processes that they start
+LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 OTHER_RANKS_WAIT_S = 5
 CONFIGURATIONS = Path(__file__).resolve().parent.parent / "configs"
 # apart, because there `data` and `attention` are plain options and not groups of train.py

@@ -27,14 +27,13 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from slayformer.cli import EXIT_INTERRUPTED, compose, quoted
+from slayformer.cli import EXIT_INTERRUPTED, LAUNCHER_VARIABLES, compose, quoted
 from slayformer.config import TrainConfig
 from slayformer.config_commands import RecallConfig
 from slayformer.config_loading import load_config
 from slayformer.data.tokenizer import vocabulary_size
 from slayformer.evaluation.runs import is_finished
 from slayformer.training.budget import make_plan
-from slayformer.training.distributed import LAUNCHER_VARIABLES
 from slayformer.training.schedule import check_schedule
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slayformer.cli import LAUNCHER_VARIABLES
 from slayformer.errors import UserError
 from slayformer.training.watch import mark
 
 Value = TypeVar("Value")
 
-LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # rank 0 may prepare a large corpus while the others wait for it
 CONTROL_TIMEOUT = timedelta(days=7)
 # a collective that fails by itself does so after the watch has had its chance to name the rank
