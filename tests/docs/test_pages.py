@@ -78,7 +78,6 @@ def plan(command: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: An
 
 def run_here(words: Sequence[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     """Run a Python script in this process, which has imported the heavy packages; its exit code."""
-    before = dict(os.environ)
     with monkeypatch.context() as patched:
         patched.chdir(folder)
         patched.setattr(sys, "argv", list(words[1:]))
@@ -86,10 +85,6 @@ def run_here(words: Sequence[str], folder: Path, monkeypatch: pytest.MonkeyPatch
             runpy.run_path(words[1], run_name="__main__")
         except SystemExit as exit_:
             return int(exit_.code or 0)
-        finally:
-            # a run of one process names itself there
-            os.environ.clear()
-            os.environ.update(before)
     return 0
 
 
