@@ -48,7 +48,7 @@ def run_of(mechanism: str, seed: int, loss: float, **config: Any) -> Run:
     records.append({"kind": "train", "update": 4, "tokens": 4000, "loss": 9.0})
     settings = {
         **{"attention.name": mechanism, "model.layers": 2, "model.width": 8, "model.heads": 2},
-        **{"model.context_length": 16, "data.source.kind": "sotu", "run_directory": "/home/me"},
+        **{"model.context_length": 16, "data.source.kind": "sotu", "run_directory": "elsewhere"},
     }
     environment = {"device": "cpu", "threads": 1, "platform": "my machine"}
     return Run(
