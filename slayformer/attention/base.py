@@ -96,6 +96,11 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def is_recording() -> bool:
+    """Return whether a CUDA graph is being recorded: no number of the GPU can be read then."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 def without_autocast(device_type: str) -> AbstractContextManager[Any]:
     """Return a context without autocast, which costs nothing where there is none anyway."""
     if torch.is_autocast_enabled(device_type):
@@ -124,14 +129,21 @@ def generator(seed: int) -> torch.Generator:
     return torch.Generator(device="cpu").manual_seed(seed)
 
 
-def real_document_ids(mask: Tensor | None, document_ids: Tensor | None) -> Tensor | None:
-    """Return `document_ids` with padding given the id of the real token before it (-1 if none)."""
+def real_document_ids(
+    mask: Tensor | None, document_ids: Tensor | None, before_B: Tensor | None = None
+) -> Tensor | None:
+    """Return `document_ids` with padding given the id of the real token before it.
+
+    Where there is none, padding gets that of `before_B`, the document that these tokens follow
+    (None: -1).
+    """
     if document_ids is None or mask is None:
         return document_ids
     index = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
     last_real = torch.where(mask, index, -1).cummax(dim=1).values
     filled = document_ids.gather(1, last_real.clamp_min(0))
-    return torch.where(last_real < 0, -1, filled)
+    none = -1 if before_B is None else before_B[:, None]
+    return torch.where(last_real < 0, none, filled)
 
 
 def following_positions(length: int, place: Place) -> Tensor:

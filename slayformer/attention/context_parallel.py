@@ -21,7 +21,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from slayformer.attention.base import Attention, Place, accumulation_dtype, token_positions
+from slayformer.attention.base import (
+    Attention,
+    Place,
+    accumulation_dtype,
+    token_positions,
+    without_autocast,
+)
 from slayformer.attention.linear import LinearAttention, LinearState, RecentKeys
 from slayformer.config import ModelConfig
 from slayformer.errors import ConfigError
@@ -242,7 +248,7 @@ def _sum_of_keys(
         phi, values = features.expand() * counts[:, None, :, None], v.to(dtype)
         return phi.mT @ torch.cat([values, torch.ones_like(values[..., :1])], dim=-1)
 
-    with torch.autocast(k_BHTD.device.type, enabled=False):
+    with without_autocast(k_BHTD.device.type):
         tensors = attention.feature_tensors(dtype)
         # the features of one chunk at a time: they are what is large
         first, *others = pieces

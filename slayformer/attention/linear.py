@@ -198,11 +198,11 @@ class LinearAttention(Attention):
         if state is not None and not causal:
             raise ValueError("a state carries the past of causal attention; pass causal=True")
         batch_size, _, length, _ = q_BHTD.shape
-        documents = real_document_ids(mask, document_ids)
         before = state
         if before is None:
             zeros = _no_room(q_BHTD.device)
             before = self._first_state(batch_size, q_BHTD.device, v_BHTE.shape[-1], zeros)
+        documents = real_document_ids(mask, document_ids, before.place.document_B)
         if self.local_size and documents is None and state is not None:
             # the remembered keys may be of another document than the new ones
             documents = before.place.document_B.clamp_min(0)[:, None].expand(-1, length)

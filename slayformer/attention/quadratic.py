@@ -23,6 +23,7 @@ from slayformer.attention.base import (
     place_after,
     real_document_ids,
     token_positions,
+    without_autocast,
 )
 
 QUERY_BLOCK = 256
@@ -69,8 +70,8 @@ def gather_context(
         raise ValueError("a state carries the past of causal attention; pass causal=True")
     batch_size, _, length, _ = k_BHTD.shape
     device = k_BHTD.device
-    documents = real_document_ids(mask, document_ids)
     place = Place.start(batch_size, device) if state is None else state.place
+    documents = real_document_ids(mask, document_ids, place.document_B)
     real = torch.ones(batch_size, length, dtype=torch.bool, device=device) if mask is None else mask
     positions = key_positions = token_positions(real, documents, place)
     past = 0
@@ -158,7 +159,7 @@ class QuadraticAttention(Attention):
             k_BHTD, v_BHTE, causal=causal, mask=mask, document_ids=document_ids, state=state
         )
         length = q_BHTD.shape[2]
-        with torch.autocast(q_BHTD.device.type, enabled=False):
+        with without_autocast(q_BHTD.device.type):
             parts = []
             for start in range(0, length, QUERY_BLOCK):
                 span = slice(start, start + QUERY_BLOCK)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from slayformer.attention.base import without_autocast
 from slayformer.attention.features import Features
 from slayformer.attention.near import NearKernel
 from slayformer.attention.projection import Projection
@@ -235,7 +236,7 @@ class _Walked(torch.autograd.Function):
         q, k, v, memory, *tensors = ctx.saved_tensors
         walk: Walk = ctx.walk
         pull = _Pull(tensors)
-        with torch.autocast(q.device.type, enabled=False):
+        with without_autocast(q.device.type):
             chunks = walk.chunks()
             dq = _backward_to_queries(walk, chunks, pull, q, k, v, memory, d_sums)
             dk, dv, d_memory = _backward_to_keys(walk, chunks, pull, q, k, v, d_sums, d_memory)

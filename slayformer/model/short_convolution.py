@@ -55,7 +55,7 @@ class ShortConvolution(nn.Module):
         if mask is not None:
             x_BTC = x_BTC * mask[..., None]
         inputs = torch.cat([before.inputs_BKC.to(x_BTC.dtype), x_BTC], dim=1)
-        documents = real_document_ids(mask, document_ids)
+        documents = real_document_ids(mask, document_ids, before.documents_BK[:, -1])
         if documents is None:
             # without ids the tokens go on with the document before them
             documents = before.documents_BK[:, -1:].clamp_min(0).expand(-1, length)

@@ -338,6 +338,29 @@ class TestContract:
                 parts.append(y)
             assert_close(attention, torch.cat(parts, 2), whole)
 
+    def test_padding_among_documents_across_a_state(self, name):
+        """Padding belongs to what came before it, also where a piece begins with it."""
+        attention = build(name)
+        q, k, v = heads(2, 50, dtype=torch.float32)
+        # cuts in padding and at its ends: before a document, within it, and after it
+        mask = torch.ones(2, 50, dtype=torch.bool)
+        mask[0, 12:17] = mask[0, 20:24] = mask[1, :3] = mask[1, 33:37] = False
+        ids = torch.repeat_interleave(torch.arange(3), torch.tensor([17, 13, 20]))[None]
+        ids = ids.expand(2, -1)
+        whole, _ = attention(q, k, v, mask=mask, document_ids=ids)
+        state, parts = attention.init_state(2), []
+        for start, stop in pairwise([0, 2, 3, 12, 13, 16, 17, 20, 22, 33, 34, 36, 37, 50]):
+            span = slice(start, stop)
+            y, state = attention(
+                *(x[:, :, span] for x in (q, k, v)),
+                mask=mask[:, span],
+                document_ids=ids[:, span],
+                state=state,
+            )
+            parts.append(y)
+        real = mask[:, None, :, None]
+        assert_close(attention, torch.cat(parts, 2) * real, whole * real)
+
     def test_state_dict_carries_everything_random(self, name):
         attention = build(name)
         other = build_attention(
