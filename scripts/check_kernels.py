@@ -1,8 +1,8 @@
 """Compile the Triton kernels ahead, for GPUs that need not be there, and check what they take.
 
-For every kernel that a training step starts a line tells its registers a thread, bytes spilled to
-memory, shared memory and tensor-core instructions. The exit code is 1 if any spills or takes more
-shared memory than a block can have.
+For every kernel that a training step or a decoded token starts a line tells its registers a thread,
+bytes spilled to memory, shared memory and tensor-core instructions. The exit code is 1 if any
+spills or takes more shared memory than a block can have.
 """
 
 from __future__ import annotations

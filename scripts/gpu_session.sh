@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Everything worth knowing of a GPU machine in 8 minutes: what is there, the GPU tests, attention
-# alone to 131,072 tokens, whole updates of GPT-2 small, a short race on equal tokens.
+# alone to 131,072 tokens, whole updates of GPT-2 small, a short race on equal tokens, and text from
+# its result with and without a CUDA graph.
 #
 #   scripts/gpu_session.sh [--dry-run] [FOLDER]
 #
@@ -32,8 +33,10 @@ fi
 out=${1:-gpu_session}
 mkdir -p "$out" && out=$(cd "$out" && pwd) && cd "$root" || exit 2
 
-# seconds of each step, 470 in all; a benchmark stops by itself a little before
-environment_s=15 tests_s=90 decode_s=35 attention_s=120 updates_s=95 engine_s=40 race_s=75
+# seconds of each step, 480 in all; a benchmark stops by itself a little before
+environment_s=15 tests_s=90 decode_s=35 attention_s=105 updates_s=95 engine_s=40 race_s=70
+text_s=15
+graphs=(false true)
 mechanisms=[slay,slay_best,slay_block_quadratic,linear_elu,performer,cosformer,softmax,yat_spherical]
 attention=(mechanisms="$mechanisms" dtype=bf16 passes=[forward,forward_backward]
   longest_call_s=1 rounds=5)
@@ -44,7 +47,8 @@ race=(experiment=cpu_race jobs=3 budget.updates=300 engine.precision=bf16)
 if $tiny; then
   export CUDA_VISIBLE_DEVICES=
   environment_s=120 tests_s=600 decode_s=600 attention_s=600 updates_s=600 engine_s=600
-  race_s=900
+  race_s=900 text_s=120
+  graphs=(false)
   small=(mechanisms=[slay,softmax] heads=2 head_dim=8 rounds=1)
   attention=("${small[@]}" peers=[torch_sdpa,fla_slay] lengths=[64] passes=[forward])
   decode=("${small[@]}" peers=[torch_sdpa] contexts=[8,16] passes=[decode])
@@ -85,6 +89,10 @@ step engine "$engine_s" "$python" scripts/bench_train.py directory="$out/engine"
   attention=[softmax] loops=[plain,zero1] "${engine[@]}"
 step race "$race_s" "$python" scripts/compare.py directory="$out/race" \
   attention=[softmax,slay,slay_best] seeds=[1] "${race[@]}"
+for graph in "${graphs[@]}"; do
+  step "text_cuda_graph_$graph" "$text_s" "$python" scripts/generate.py tokens=200 \
+    checkpoint="$out/race/slay-seed1" prompt="We the people" temperature=0 cuda_graph="$graph"
+done
 
 # made elsewhere: a folder must not change while it is read
 archive=$(mktemp)

@@ -11,7 +11,13 @@ def test_kernels_of_one_case_fit_a_gpu_that_is_not_there(run_command) -> None:
     arguments = ["--mechanisms", "slay", "--widths", "64", "--architectures", "90"]
     done = run_command(["scripts/check_kernels.py", *arguments], timeout_s=900)
     assert done.code == 0, done.stdout + done.stderr
-    for name in ("carry_states", "chunk_outputs", "pairs_backward", "states_backward"):
+    for name in (
+        "carry_states",
+        "chunk_outputs",
+        "pairs_backward",
+        "states_backward",
+        "step_forward",
+    ):
         assert name in done.stdout
     assert "without spills" in done.stdout
 

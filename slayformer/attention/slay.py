@@ -218,8 +218,8 @@ class SlayAttention(LinearAttention):
         if self.config.fusion == "sketch":
             parts += [self.sketch_polynomial.to(dtype), self.sketch_exponential.to(dtype)]
         if self.local != "none":
-            parts.append(self.log_far_scale.to(dtype).exp())
-            parts.append(self._shrinkage(dtype))
+            far_scale = self.log_far_scale.to(dtype).exp()
+            parts += [far_scale, torch.ones_like(far_scale[0, 0, 0]) * self._shrinkage(dtype)]
             if self.config.learnable_epsilon:
                 parts.append(self.log_epsilon.to(dtype).exp())
         return tuple(parts)
@@ -228,11 +228,10 @@ class SlayAttention(LinearAttention):
         """Return δ, shrunk as the scores are."""
         return self.delta * self._shrinkage(dtype)
 
-    def _shrinkage(self, dtype: torch.dtype) -> Tensor:
+    def _shrinkage(self, dtype: torch.dtype) -> Tensor | float:
         """Return e^{−2 shift}, the factor that the exponents' shift puts on every score."""
         if self.exponential is None:
-            # without axes, it goes with tensors of any device
-            return torch.ones((), dtype=dtype)
+            return 1.0
         return torch.exp(-2 * self.exponential.shift(dtype))
 
     def feature_map(
@@ -305,8 +304,7 @@ class SlayAttention(LinearAttention):
         if exponential is None:
             assert polynomial is not None
             # one node at s = 0: x²/C
-            weight = torch.tensor(self._single_weight(), dtype=torch.float64)
-            return polynomial.scaled(weight)
+            return polynomial.scaled(self._single_weight())
         if polynomial is None:
             return exponential
         if self.config.fusion == "tensor":

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import relu
 
+from slayformer.attention.base import is_recording
 from slayformer.attention.features import Dense, Features
 from slayformer.attention.linear import LinearAttention
 from slayformer.config import AttentionConfig, positive
@@ -43,7 +44,7 @@ class CosformerAttention(LinearAttention):
         self, x_BHTD: Tensor, *tensors: Tensor, is_query: bool, positions: Tensor
     ) -> Features:
         """Return [relu(x) cos a_i, relu(x) sin a_i]; ValueError beyond the maximum length."""
-        if int(positions.max()) >= self.max_sequence_length:
+        if not is_recording() and int(positions.max()) >= self.max_sequence_length:
             raise ValueError(
                 f"position {int(positions.max())} is beyond cosformer's maximum length of "
                 f"{self.max_sequence_length} tokens"

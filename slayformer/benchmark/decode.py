@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from slayformer.attention.states import tensor_bytes
 from slayformer.benchmark.clock import Clock, time_rounds
 from slayformer.benchmark.contestants import PEERS, REFERENCE, Shape, load_mechanism, make_runner
 from slayformer.benchmark.results import Cell, finished_cell
@@ -137,12 +138,3 @@ def _prepare_reference(q: Tensor, k: Tensor, v: Tensor, expected: Tensor, contex
 def _difference(found: Tensor, whole: Tensor, start: int) -> float:
     expected = whole[:, :, start:]
     return float((found.double() - expected.double()).norm() / expected.double().norm())
-
-
-def tensor_bytes(state: Any) -> int:
-    """Return the bytes of all tensors in a state."""
-    if isinstance(state, Tensor):
-        return state.numel() * state.element_size()
-    if is_dataclass(state):
-        return sum(tensor_bytes(getattr(state, item.name)) for item in fields(state))
-    return 0

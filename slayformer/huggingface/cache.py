@@ -9,13 +9,12 @@ Shape suffixes: B batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from slayformer.attention.states import map_tensors, tensor_bytes
 from slayformer.errors import ConfigError
 from slayformer.huggingface.configuration import LAYER_TYPE
 
@@ -43,7 +42,7 @@ class StateLayer(CacheLayerMixin):
 
     def state_bytes(self) -> int:
         """Return the bytes of all tensors in the state."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(self.state))
+        return tensor_bytes(self.state)
 
     def get_seq_length(self) -> int:
         """Return how many tokens have been seen, padding included."""
@@ -67,11 +66,11 @@ class StateLayer(CacheLayerMixin):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows `indices`."""
-        self.state = _map(self.state, lambda x: x.index_select(0, indices.to(x.device)))
+        self.state = map_tensors(self.state, lambda x: x.index_select(0, indices.to(x.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Give every row `repeats` times."""
-        self.state = _map(self.state, lambda x: x.repeat_interleave(repeats, dim=0))
+        self.state = map_tensors(self.state, lambda x: x.repeat_interleave(repeats, dim=0))
 
     def crop(self, tokens_to_remove: int) -> None:
         """Raise: a sum over tokens does not tell what one of them has added."""
@@ -95,27 +94,3 @@ def state_layers(cache: Cache, count: int) -> list[StateLayer]:
         hint = "make it with DynamicCache(config=model.config), or let generate() make it"
         raise ConfigError("cache", type(cache).__name__, hint)
     return layers
-
-
-def _map(state: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return `state` with `change` applied to every tensor in it."""
-    if isinstance(state, Tensor):
-        return change(state)
-    if is_dataclass(state) and not isinstance(state, type):
-        values = {item.name: _map(getattr(state, item.name), change) for item in fields(state)}
-        return replace(state, **values)
-    if isinstance(state, tuple | list):
-        return type(state)(_map(part, change) for part in state)
-    return state
-
-
-def _tensors(state: Any) -> Iterator[Tensor]:
-    """Yield every tensor in `state`."""
-    found: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    _map(state, note)
-    yield from found

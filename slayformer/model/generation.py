@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from slayformer.errors import ConfigError
+from slayformer.model.token_graph import TokenGraph
 
 if TYPE_CHECKING:
     from slayformer.data.tokenizer import Tokenizer
@@ -24,15 +26,17 @@ def generate(
     top_k: int | None = None,
     seed: int = 0,
     stop_token: int | None = None,
+    cuda_graph: bool = False,
 ) -> Iterator[int]:
     """Return an iterator over the ids that continue the prompt `ids`.
 
     Temperature 0 takes the likeliest token; otherwise tokens are drawn from the softmax of
     logits / `temperature`, cut to the `top_k` likeliest, by a CPU generator seeded with `seed`.
     It ends after `max_new_tokens`, before `stop_token` (which is not returned), or when prompt and
-    continuation fill the model's context.
+    continuation fill the model's context. With `cuda_graph` a GPU replays one recorded step.
 
-    Raises ConfigError at once if the prompt is empty or leaves no room, or an option is impossible.
+    Raises ConfigError at once if the prompt is empty or leaves no room, or an option is impossible;
+    after the first token if a graph is and the mechanism's state grows.
     """
     if not ids:
         raise ConfigError("prompt", "", "needs at least one token")
@@ -45,33 +49,42 @@ def generate(
         raise ConfigError("temperature", temperature, "must be 0 (greedy) or a positive number")
     if top_k is not None and top_k < 1:
         raise ConfigError("top_k", top_k, "must be 1 or greater")
+    device = next(model.parameters()).device
+    if cuda_graph and device.type != "cuda":
+        raise ConfigError("cuda_graph", True, f"needs a GPU; the model is on the {device.type}")
     count = min(max_new_tokens, model.context_length - len(ids))
-    return _continue(model, list(ids), count, temperature, top_k, seed, stop_token)
+    draw = partial(
+        _sample, temperature=temperature, top_k=top_k, generator=torch.Generator().manual_seed(seed)
+    )
+    return _continue(model, list(ids), count, draw, stop_token, cuda_graph)
 
 
 def _continue(
     model: GPT2,
     ids: list[int],
     count: int,
-    temperature: float,
-    top_k: int | None,
-    seed: int,
+    draw: Callable[[Tensor], int],
     stop_token: int | None,
+    cuda_graph: bool,
 ) -> Iterator[int]:
-    generator = torch.Generator().manual_seed(seed)
     device = next(model.parameters()).device
-    states = None
+    states = model.init_states(1)
+    graph: TokenGraph | None = None
     was_training = model.training
     model.eval()
     try:
         for _ in range(count):
             # not around the yield: the caller's own gradients must stay as they were
             with torch.no_grad():
-                if states is None:
-                    states = model.init_states(1)
-                hidden, states = model(torch.tensor([ids], device=device), states=states)
-                logits_V = model.logits(hidden[0, -1]).float().cpu()
-                token = _sample(logits_V, temperature, top_k, generator)
+                ids_1T = torch.tensor([ids], device=device)
+                if graph is None:
+                    hidden, states = model(ids_1T, states=states)
+                    logits_1V = model.logits(hidden[:, -1])
+                else:
+                    logits_1V = graph(ids_1T)
+                token = draw(logits_1V[0].float().cpu())
+                if cuda_graph and graph is None:
+                    graph = TokenGraph(model, states)
             if token == stop_token:
                 return
             yield token

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from slayformer.attention.base import generator
+from slayformer.attention.base import generator, is_recording
 from slayformer.attention.context_parallel import Stretch, attend, convolve, make_stretch
 from slayformer.config import ModelConfig
 from slayformer.model.recompute import call
@@ -249,7 +249,8 @@ class GPT2(nn.Module):
         # without a cache or padding the length tells, and no device has to be waited for
         plain = states is None and mask_BT is None
         start = 0 if stretch is None else stretch.start
-        last = start + length - 1 if plain else int(position_ids_BT.max())
+        # whoever records a graph sees to it that there is room
+        last = start + length - 1 if plain or is_recording() else int(position_ids_BT.max())
         if last >= self.context_length:
             raise ValueError(
                 f"position {last} is beyond the context of {self.context_length} tokens"

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from slayformer.attention.base import Attention, generator
 from slayformer.attention.polynomial import POLYNOMIALS
+from slayformer.attention.states import tensor_bytes, tensors_of
 from slayformer.evaluation.attention_sample import attention_weights, pair_scores
 from slayformer.paper.item import FAILS, HOLDS, Claim, Data, Item, Request, Table
 from slayformer.paper.mechanisms import one_head
@@ -96,14 +97,8 @@ def state_bytes(attention: Attention, length: int) -> int:
     """Return the bytes of the numbers in the state after `length` tokens."""
     q, k, v = heads(length).float()
     state = attention(q, k, v, state=attention.init_state(1))[1]
-    return sum(_tensor_bytes(part) for part in vars(state).values())
-
-
-def _tensor_bytes(value: Any) -> int:
-    if isinstance(value, Tensor):
-        # positions and masks are a few integers a token
-        return value.numel() * value.element_size() if value.is_floating_point() else 0
-    return sum(map(_tensor_bytes, vars(value).values()))
+    # positions and masks are a few integers a token
+    return tensor_bytes([x for x in tensors_of(state) if x.is_floating_point()])
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ import pytest
 
 SCRIPT = str(Path(__file__).parents[2] / "scripts" / "gpu_session.sh")
 STEPS = ["environment", "tests", "decode", "attention", "updates", "engine", "race"]
+STEPS += ["text_cuda_graph_false"]
 
 
 @pytest.mark.slow

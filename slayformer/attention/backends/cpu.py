@@ -161,15 +161,15 @@ def _checked(layout: Layout) -> Layout:
     return layout
 
 
-def per_head(x: Tensor | float, heads: int) -> Tensor:
-    """Return a number or a [H, 1, 1] or [1] tensor as [H]."""
+def per_head(x: Tensor | float, heads: int, device: torch.device | None = None) -> Tensor:
+    """Return a number or a [H, 1, 1] or [1] tensor as [H], a number's on `device` (None: CPU)."""
     if isinstance(x, Tensor):
         return x.float().reshape(-1).expand(heads).contiguous()
-    return torch.full((heads,), x)
+    return torch.full((heads,), x, device=device)
 
 
-def constant(x: Tensor | float, heads: int) -> Tensor:
+def constant(x: Tensor | float, heads: int, device: torch.device | None = None) -> Tensor:
     """The same for what the compiled walk gives no gradient of."""
     if isinstance(x, Tensor) and x.requires_grad:
         raise NotCovered("a learned scale or offset of this kind")
-    return per_head(x, heads)
+    return per_head(x, heads, device)

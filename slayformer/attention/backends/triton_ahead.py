@@ -1,7 +1,7 @@
 """Kernels compiled ahead, for GPUs that need not be there, and what they take.
 
 Passes run on tiny CPU tensors with every kernel's start replaced by a note of its arguments, so
-what is compiled is what training would run.
+what is compiled is what training and decoding would run.
 """
 
 from __future__ import annotations
@@ -67,7 +67,10 @@ class Found:
 
 
 def recorded_starts(mechanism: str, dtype: str, width: int, architecture: int) -> list[Start]:
-    """Return the starts of a training step on a GPU for heads of this width, each kind once."""
+    """Return the starts of a training step and of a decoded token for heads of this width.
+
+    Each kind once, as on a GPU.
+    """
     starts: dict[Start, None] = {}
 
     def note(
@@ -95,6 +98,9 @@ def recorded_starts(mechanism: str, dtype: str, width: int, architecture: int) -
         )
         # nothing has been computed: the gradients have shapes, but no values
         attention(q, k, v)[0].sum().backward()
+        with torch.no_grad():
+            token = (x[:, :, :1] for x in (q, k, v))
+            attention(*token, state=attention.init_state(len(q)))
     finally:
         triton_start.launch = kept_launch
         triton_start.architecture_of = kept_architecture

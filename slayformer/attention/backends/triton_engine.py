@@ -1,9 +1,8 @@
 """The Triton backend: from a walk's maps to the factors that its kernels walk over.
 
 As in the CPU backend, features are products and squares of narrow factors, and only those exist
-for a whole sequence, beside the states around chunks. Where a map is activations of one product
-(projection.py) a kernel makes them from q and k; else torch does, under ordinary autograd. Both
-happen again in the backward pass. triton itself is imported with the first call.
+for a whole sequence, beside the states around chunks. torch makes them, under ordinary autograd,
+and again in the backward pass. triton itself is imported with the first call.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ def apply(
     call = triton_pass.Call(
         walk=walk,
         sides=_sides(walk),
-        offset_H=None if offset is None else constant(offset, q.shape[1]).to(q.device),
+        offset_H=None if offset is None else constant(offset, q.shape[1], q.device),
     )
     try:
         output, after = triton_walk.walked(call, v, memory, q, k, *tensors)
@@ -108,8 +107,8 @@ def _sides(walk: Walk) -> Callable[..., Sides]:
                 # the inner products of vectors as they are given lose nothing
                 near_query=with_last_stride_1(given[0].to(compute_dtype(dtype))),
                 near_key=with_last_stride_1(given[1].to(compute_dtype(dtype))),
-                epsilon=per_head(projection.near_epsilon, heads).to(q.device),
-                near_scale=constant(projection.near_scale, heads).to(q.device),
+                epsilon=per_head(projection.near_epsilon, heads, q.device),
+                near_scale=constant(projection.near_scale, heads, q.device),
                 normalises=True,
             )
         near = walk.near(q, k, *tensors)
@@ -125,8 +124,8 @@ def _sides(walk: Walk) -> Callable[..., Sides]:
         return replace(
             both,
             near="yat",
-            epsilon=per_head(near.epsilon, heads).to(q.device),
-            near_scale=constant(near.scale, heads).to(q.device),
+            epsilon=per_head(near.epsilon, heads, q.device),
+            near_scale=constant(near.scale, heads, q.device),
         )
 
     return sides

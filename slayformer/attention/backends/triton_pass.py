@@ -124,7 +124,7 @@ class Pass:
         """Return how many blocks of tokens a chunk is cut into."""
         return triton.cdiv(self.chunk, block_t)
 
-    def _places(self, block_t: int) -> dict[str, Any]:
+    def places(self, block_t: int) -> dict[str, Any]:
         """Return where tokens are, as the kernels of pairs take it."""
         walk, keys = self.walk, self.walk.keys
         documents: dict[str, Any] = {"query_documents": self.v, "key_documents": self.v}
@@ -147,7 +147,7 @@ class Pass:
             "squares": self.tables.squares,
         }
 
-    def _pairs(self, block_t: int) -> dict[str, Any]:
+    def pairs(self, block_t: int) -> dict[str, Any]:
         """Return the constants of the kernels of pairs."""
         near = self.sides.near_query
         kind = NEAR_KERNELS[self.sides.near]
@@ -172,7 +172,7 @@ class Pass:
             "NEAR_FORM": near_form,
         }
 
-    def _near(self, query: str, key: str) -> dict[str, Any]:
+    def near(self, query: str, key: str) -> dict[str, Any]:
         """Return the near kernel's tensors, those of queries and keys under these names."""
         sides = self.sides
         if sides.near_query is None or sides.near_key is None:
@@ -206,7 +206,7 @@ class Pass:
             "x_query": self.sides.query,
             "x_key": self.sides.key,
             "value": self.v,
-            **self._near("near_query", "near_key"),
+            **self.near("near_query", "near_key"),
             "offset": self.v if offset is None else offset,
             "around": around,
             "sums_around": sums_around,
@@ -221,11 +221,11 @@ class Pass:
             **strides_of(output, "output"),
             "normaliser_head": normaliser.stride(1),
             "normaliser_token": normaliser.stride(2),
-            **self._places(self.blocks.tokens),
+            **self.places(self.blocks.tokens),
             "chunks": self.chunks,
         }
         constants = {
-            **self._pairs(self.blocks.tokens),
+            **self.pairs(self.blocks.tokens),
             "M": self.features,
             "TERMS": self.tables.terms,
             "BO": self.blocks.others,
@@ -286,7 +286,7 @@ class Pass:
             "a": a,
             "weight": d_norm,
             "other_a": other_a,
-            **self._near(*names),
+            **self.near(*names),
             "d_x": d_x,
             "d_near": d_near,
             "d_value": d_value,
@@ -294,11 +294,11 @@ class Pass:
             "groups": self.tables.groups,
             **strides_of(a, "a"),
             **strides_of(other_a, "other_a"),
-            **self._places(self.blocks.backward_tokens),
+            **self.places(self.blocks.backward_tokens),
         }
         grid = (tiles, b * h, triton.cdiv(self.tables.width, self.tables.block))
         constants = {
-            **self._pairs(self.blocks.backward_tokens),
+            **self.pairs(self.blocks.backward_tokens),
             "BO": self.blocks.backward_others,
             "IS_KEY": is_key,
         }

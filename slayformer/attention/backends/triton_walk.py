@@ -18,6 +18,8 @@ from slayformer.attention.backends.triton_sides import (
     rounded_to,
     with_last_stride_1,
 )
+from slayformer.attention.backends.triton_step import step
+from slayformer.attention.base import without_autocast
 
 
 class _Walked(torch.autograd.Function):
@@ -57,7 +59,7 @@ class _Walked(torch.autograd.Function):
         call: Call = ctx.call
         v, memory, output, rest, normaliser, *inputs = ctx.saved_tensors
         wanted = ctx.needs_input_grad[3:]
-        with torch.enable_grad(), torch.autocast(v.device.type, enabled=False):
+        with torch.enable_grad(), without_autocast(v.device.type):
             leaves = [x.detach().requires_grad_(w) for x, w in zip(inputs, wanted, strict=True)]
             sides = call.sides(*leaves)
         d_output = d_output.float()
@@ -95,4 +97,17 @@ def walked(call: Call, v: Tensor, memory: Tensor, *inputs: Tensor) -> tuple[Tens
 
     `inputs` are q, k and the map's tensors, as `call.sides` takes them.
     """
+    walk = call.walk
+    if (
+        walk.length == 1
+        and walk.has_past
+        and walk.has_future
+        and not _is_traced(v, memory, *inputs)
+    ):
+        value = with_last_stride_1(v.to(compute_dtype(v.dtype)))
+        return step(Pass(call, call.sides(*inputs), value, memory, v.dtype), v.dtype)
     return _Walked.apply(call, v, memory, *inputs)
+
+
+def _is_traced(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
