@@ -100,7 +100,10 @@ def same(launch: Any, case: str, alone: Any, reference: str) -> None:
     # clipping took part
     assert min(norms) > 0.5
     assert launch.metrics(case, "loss") == pytest.approx(losses, rel=0, abs=1e-5)
-    assert launch.metrics(case, "gradient_norm") == pytest.approx(norms, rel=3e-5)
+    found = launch.metrics(case, "gradient_norm")
+    assert found[0] == pytest.approx(norms[0], rel=1e-5)
+    # from then on the weights are not the same to the bit, and updates make more of it
+    assert found == pytest.approx(norms, rel=3e-5)
     ours, theirs = summary(launch, case), summary(alone, reference)
     for key in ("validation_loss", "bits_per_byte"):
         assert ours[key] == pytest.approx(theirs[key], rel=0, abs=1e-5)
