@@ -9,6 +9,7 @@ from slayformer.benchmark.contestants import Shape, load_mechanism
 from slayformer.errors import ConfigError
 from slayformer.presets import load_preset, preset_names
 from slayformer.registry import attention_entry
+from slayformer.tables import markdown_table
 
 
 def covers(name: str, shape: Shape) -> tuple[bool, str]:
@@ -27,7 +28,7 @@ def covers(name: str, shape: Shape) -> tuple[bool, str]:
 
 def coverage_table(device: torch.device) -> str:
     """Return a Markdown table of every mechanism and every engine, tried on `device`."""
-    rows = [["mechanism", *BACKENDS], ["---"] * (1 + len(BACKENDS))]
+    rows = []
     for name in preset_names():
         cells = []
         for backend in BACKENDS:
@@ -35,7 +36,8 @@ def coverage_table(device: torch.device) -> str:
             can, why = covers(name, shape)
             cells.append("yes" if can else why)
         rows.append([f"`{name}`", *cells])
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    columns = ["mechanism", *BACKENDS]
+    return "\n".join(markdown_table(columns, rows, words=len(columns)))
 
 
 if __name__ == "__main__":

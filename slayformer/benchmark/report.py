@@ -10,6 +10,7 @@ from slayformer.benchmark.figure import TITLES, draw_scaling, tokens_label
 from slayformer.benchmark.machine import in_words
 from slayformer.benchmark.record import read_record, write_csv, write_record
 from slayformer.benchmark.results import Cell, Result, crossover, of_pass
+from slayformer.tables import markdown_table
 
 RECORD = "bench_attention.json"
 PICTURE = "bench_attention.png"
@@ -102,12 +103,11 @@ def _table(
 ) -> list[str]:
     lengths = sorted({length for found in cells.values() for length in found})
     head = ["contestant", "engine", *map(tokens_label, lengths)]
-    rule = ["---", "---"] + ["---:"] * len(lengths)
     body = [
         [name, result.engines.get(name, "peer"), *(value(found[length]) for length in lengths)]
         for name, found in cells.items()
     ]
-    return ["| " + " | ".join(row) + " |" for row in (head, rule, *body)]
+    return markdown_table(head, body, words=2)
 
 
 def _left_out(result: Result) -> list[str]:
@@ -121,11 +121,15 @@ def _left_out(result: Result) -> list[str]:
             by_reason.setdefault(key, []).append(cell.length)
     if not by_reason:
         return []
-    lines = ["## Left out", "", "| pass | contestant | tokens | why |", "| --- | --- | --- | --- |"]
-    for (pass_name, contestant, reason), lengths in by_reason.items():
-        told = ", ".join(map(tokens_label, lengths))
-        lines.append(f"| {TITLES[pass_name]} | {contestant} | {told} | {reason} |")
-    return lines
+    body = [
+        [TITLES[pass_name], contestant, ", ".join(map(tokens_label, lengths)), reason]
+        for (pass_name, contestant, reason), lengths in by_reason.items()
+    ]
+    return [
+        "## Left out",
+        "",
+        *markdown_table(["pass", "contestant", "tokens", "why"], body, words=4),
+    ]
 
 
 def notes(result: Result) -> list[str]:

@@ -11,6 +11,7 @@ from slayformer.benchmark.report import BUSY_LOAD_PER_CORE
 from slayformer.benchmark.update_plan import PLAIN, REFERENCE
 from slayformer.benchmark.update_results import UpdateCell, UpdateResult
 from slayformer.evaluation.report_figure import COLOURS
+from slayformer.tables import markdown_table
 from slayformer.training.meters import UPDATE_PARTS
 
 RECORD = "bench_train.json"
@@ -57,9 +58,14 @@ def write_updates(directory: Path, result: UpdateResult) -> list[Path]:
     write_csv(table, UpdateCell, result.cells)
     draw_updates(picture, result)
     body = [[column(cell) for column in COLUMNS.values()] for cell in result.cells]
-    rule = ["---:", "---", "---"] + ["---:"] * (len(COLUMNS) - 3)
-    lines = ["| " + " | ".join(row) + " |" for row in ([*COLUMNS], rule, *body)]
-    lines = ["# Whole updates", "", *lines, "", *(f"- {note}" for note in updates_notes(result))]
+    table_lines = markdown_table([*COLUMNS], body, words=3)
+    lines = [
+        "# Whole updates",
+        "",
+        *table_lines,
+        "",
+        *(f"- {note}" for note in updates_notes(result)),
+    ]
     text.write_text("\n".join([*lines, "", f"![updates]({PICTURE})", ""]), encoding="utf-8")
     return paths
 

@@ -35,6 +35,7 @@ from slayformer.evaluation.fidelity import (
 )
 from slayformer.evaluation.inspection_figure import draw
 from slayformer.presets import load_preset, preset_names
+from slayformer.tables import markdown_table
 
 RANDOM_DEFAULTS: dict[str, Any] = {"attention": ["slay"], "head_dim": [64, 32], "length": 256}
 
@@ -255,11 +256,10 @@ def _print(rows: Sequence[Measurement], about: str) -> None:
 
 
 def _markdown(rows: Sequence[Measurement], notes: Sequence[str]) -> str:
-    names = ["", "mechanism", *COLUMNS]
-    table = [names, ["---"] * 2 + ["---:"] * len(COLUMNS)]
-    for row in rows:
-        table.append([_group(row), _title(row), *(column(row) for column in COLUMNS.values())])
-    lines = ["| " + " | ".join(cells) + " |" for cells in table]
+    cells = [
+        [_group(row), _title(row), *(column(row) for column in COLUMNS.values())] for row in rows
+    ]
+    lines = markdown_table(["", "mechanism", *COLUMNS], cells, words=2)
     listed = [f"- {note}" for note in [*notes, "† control, not a contender."]]
     picture = "![kernel, entropy, normalisers, guarded rows](attention.png)"
     return "\n".join(["# How the mechanisms attend", "", *lines, "", *listed, "", picture, ""])

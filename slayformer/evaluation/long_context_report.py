@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from slayformer.evaluation.report_figure import COLOURS, DASHES, MARKERS
+from slayformer.tables import markdown_table
 
 COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "context\n(tokens)": lambda row: f"{row['length_tokens']:,}",
@@ -49,9 +50,8 @@ def print_table(
 def markdown(rows: Sequence[dict[str, Any]], about: str, chance: float) -> str:
     """Return the table as Markdown."""
     names = ["mechanism", *(name.replace("\n", " ") for name in COLUMNS)]
-    table = [names, ["---"] + ["---:"] * len(COLUMNS)]
-    table += [[r["mechanism"], *(column(r) for column in COLUMNS.values())] for r in rows]
-    lines = ["| " + " | ".join(cells) + " |" for cells in table]
+    cells = [[r["mechanism"], *(column(r) for column in COLUMNS.values())] for r in rows]
+    lines = markdown_table(names, cells)
     picture = "![found, state and time by length](long_context.png)"
     return "\n".join(["# Long contexts", "", _heading(about, chance), "", *lines, "", picture, ""])
 

@@ -11,6 +11,7 @@ from typing import Literal
 
 from slayformer.evaluation.report import Report, Row
 from slayformer.evaluation.report_figure import stretch_label
+from slayformer.tables import latex_table, latex_text, markdown_table
 
 Columns = dict[str, Callable[[Row], str]]
 NOTHING = "–"
@@ -79,10 +80,10 @@ def markdown(report: Report, pictures: Sequence[Path]) -> str:
         lines += ["**Not a fair comparison:** runs marked ≠ differ in more than the mechanism.", ""]
         lines += [*(f"- **{difference}**" for difference in report.unequal), ""]
     shown = columns(report)
-    lines += _markdown_table([*shown], [_cells(shown, row) for row in report.rows])
+    lines += markdown_table([*shown], [_cells(shown, row) for row in report.rows])
     lines += ["", *(f"- {statement}" for statement in report.statements)]
     for title, names, body in detail_tables(report):
-        lines += ["", f"## {title}", "", *_markdown_table(names, body)]
+        lines += ["", f"## {title}", "", *markdown_table(names, body)]
     for picture in pictures:
         lines += ["", f"![{picture.stem}]({picture.name})"]
     return "\n".join([*lines, ""])
@@ -109,57 +110,21 @@ def detail_tables(report: Report) -> list[tuple[str, list[str], list[list[str]]]
     return tables
 
 
-def _markdown_table(names: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
-    rule = ["---"] + ["---:"] * (len(names) - 1)
-    return ["| " + " | ".join(cells) + " |" for cells in (names, rule, *body)]
-
-
 def latex(report: Report) -> str:
     """Return the table for a paper: needs the packages booktabs and graphicx.
 
     Of unequal runs xcolor as well, which shows them in red.
     """
     shown = {name: column for name, column in columns(report).items() if name not in MORE_COLUMNS}
-    lines = [
-        "% \\usepackage{booktabs,graphicx,xcolor}",
-        "\\begin{table}",
-        "\\centering",
-        "\\resizebox{\\linewidth}{!}{%",
-        f"\\begin{{tabular}}{{l{'r' * (len(shown) - 1)}}}",
-        "\\toprule",
-        " & ".join(map(latex_text, shown)) + " \\\\",
-        "\\midrule",
-    ]
+    rows = []
     for row in report.rows:
         cells = [latex_text(cell) for cell in _cells(shown, row)]
-        if row.unfair:
-            cells = [f"\\textcolor{{red}}{{{cell}}}" for cell in cells]
-        lines.append(" & ".join(cells) + " \\\\")
+        rows.append([rf"\textcolor{{red}}{{{cell}}}" for cell in cells] if row.unfair else cells)
     told = [*(f"Not equal: {difference}." for difference in report.unequal), *report.statements]
-    return "\n".join(
-        [
-            *lines,
-            "\\bottomrule",
-            "\\end{tabular}}",
-            f"\\caption{{{latex_text(' '.join(told))}}}",
-            "\\end{table}",
-            "",
-        ]
-    )
-
-
-_LATEX = {
-    **{sign: f"\\{sign}" for sign in "&%$#_{}"},
-    **{"\\": "\\textbackslash{}", "~": "\\textasciitilde{}", "^": "\\textasciicircum{}"},
-    **{"±": "$\\pm$", "−": "$-$", "≠": "$\\neq$", "–": "--", "<": "$<$", ">": "$>$"},
-    # would open an optional argument after the \\ of the row before
-    "[": "{[}",
-}
-
-
-def latex_text(text: str) -> str:
-    """Return `text` with what LaTeX would read as a command written out."""
-    return "".join(_LATEX.get(sign, sign) for sign in text)
+    lines = [r"% \usepackage{booktabs,graphicx,xcolor}", r"\begin{table}", r"\centering"]
+    lines += [r"\resizebox{\linewidth}{!}{%", *latex_table([*map(latex_text, shown)], rows), "}"]
+    lines += [rf"\caption{{{latex_text(' '.join(told))}}}", r"\end{table}", ""]
+    return "\n".join(lines)
 
 
 def write_csv(path: Path, report: Report) -> None:

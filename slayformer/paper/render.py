@@ -2,60 +2,14 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
+from slayformer import tables
 from slayformer.paper.item import Claim, Item, Table
+from slayformer.tables import latex_table, latex_text, markdown_table
 
-_LATEX = {
-    "\\": r"\textbackslash{}",
-    "&": r"\&",
-    "%": r"\%",
-    "$": r"\$",
-    "#": r"\#",
-    "_": r"\_",
-    "{": r"\{",
-    "}": r"\}",
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "<": r"$<$",
-    ">": r"$>$",
-    "±": r"$\pm$",
-    "×": r"$\times$",
-    "·": r"$\cdot$",
-    "÷": r"$\div$",
-    "≤": r"$\leq$",
-    "≥": r"$\geq$",
-    "≈": r"$\approx$",
-    "−": r"$-$",
-    "→": r"$\to$",
-    "∞": r"$\infty$",
-    "√": r"$\surd$",
-    "∈": r"$\in$",
-    "‖": r"$\|$",
-    "ε": r"$\varepsilon$",
-    "δ": r"$\delta$",
-    "ω": r"$\omega$",
-    "φ": r"$\varphi$",
-    "τ": r"$\tau$",
-    "σ": r"$\sigma$",
-    "θ": r"$\theta$",
-    "π": r"$\pi$",
-    "∫": r"$\int$",
-    "Σ": r"$\sum$",
-    "°": r"$^\circ$",
-    "²": r"$^2$",
-    "³": r"$^3$",
-    "⟨": r"$\langle$",
-    "⟩": r"$\rangle$",
-    "–": "--",
-    "ö": r"\"o",
-    "ℓ": r"$\ell$",
-}
 _STYLE = """
 body { font: 16px/1.45 sans-serif; max-width: 75rem; margin: 2rem auto; padding: 0 1rem }
 table { border-collapse: collapse; margin: .6rem 0; font-size: .9rem }
@@ -84,33 +38,23 @@ class Shown:
 
 def markdown(table: Table) -> str:
     """Return the table with its title and note as Markdown."""
-    lines = [_markdown_row(table.columns), _markdown_row(["---"] * len(table.columns))]
-    lines += [_markdown_row(row) for row in table.rows]
+    lines = markdown_table(table.columns, table.rows, words=len(table.columns))
     note = f"\n{table.note}\n" if table.note else ""
     return f"**{table.title}**\n\n" + "\n".join(lines) + "\n" + note
 
 
 def comma_separated(table: Table) -> str:
     """Return the table as CSV."""
-    stream = io.StringIO()
-    csv.writer(stream, lineterminator="\n").writerows([table.columns, *table.rows])
-    return stream.getvalue()
+    return tables.comma_separated(table.columns, table.rows)
 
 
 def latex(table: Table) -> str:
     """Return the table as a LaTeX table environment; it needs the package booktabs."""
-    rows = [r" & ".join(map(latex_text, row)) + r" \\" for row in (table.columns, *table.rows)]
+    columns, *rows = [[*map(latex_text, row)] for row in (table.columns, *table.rows)]
     caption = latex_text(f"{table.title}. {table.note}".strip())
-    body = [rf"\begin{{tabular}}{{l{'r' * (len(table.columns) - 1)}}}", r"\toprule", rows[0]]
-    body += [r"\midrule", *rows[1:], r"\bottomrule", r"\end{tabular}"]
     label = table.name.replace("_", "-")
     around = [r"\begin{table}", r"\centering", rf"\caption{{{caption}}}", rf"\label{{tab:{label}}}"]
-    return "\n".join([*around, *body, r"\end{table}"]) + "\n"
-
-
-def latex_text(text: str) -> str:
-    """Return plain text with the signs LaTeX reads in its own way replaced."""
-    return re.sub(".", lambda found: _LATEX.get(found[0], found[0]), text)
+    return "\n".join([*around, *latex_table(columns, rows), r"\end{table}"]) + "\n"
 
 
 def claims_table(claims: Sequence[Claim]) -> Table:
@@ -159,7 +103,3 @@ def _html_table(table: Table) -> str:
     rows = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in table.rows)
     body = "".join(f"<tr>{row}</tr>\n" for row in rows)
     return f'<div class="wide"><table><tr>{head}</tr>\n{body}</table></div>'
-
-
-def _markdown_row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"

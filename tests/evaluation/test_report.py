@@ -15,8 +15,9 @@ from slayformer.errors import ConfigError
 from slayformer.evaluation.report import make_report, make_rows
 from slayformer.evaluation.report_figure import losses
 from slayformer.evaluation.report_files import write_report
-from slayformer.evaluation.report_table import latex, latex_text, markdown
+from slayformer.evaluation.report_table import latex, markdown
 from slayformer.evaluation.runs import Run, is_finished
+from slayformer.tables import latex_text
 
 MIB = 2**20
 

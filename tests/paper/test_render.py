@@ -6,7 +6,8 @@ import csv
 import io
 
 from slayformer.paper.item import Table
-from slayformer.paper.render import comma_separated, latex, latex_text, markdown
+from slayformer.paper.render import comma_separated, latex, markdown
+from slayformer.tables import latex_text
 
 TABLE = Table(
     "table_2_x", "Errors in %", ["map", "ℓ2 | x"], [["a_b", "0.5 ± 0.1"], ["c, d", "1"]], "So."
