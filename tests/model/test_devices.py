@@ -58,18 +58,17 @@ def started(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest):
 
 
 def small(name: str) -> GPT2:
-    """Return two layers with mechanism `name` and short convolutions, on the other device."""
-    shape = ModelConfig(layers=2, heads=2, width=32, context_length=64, short_convolution=4)
+    """Return a layer with mechanism `name` and short convolutions, on the other device."""
+    shape = ModelConfig(layers=1, heads=2, width=32, context_length=64, short_convolution=4)
     return GPT2(shape, load_preset(name), vocabulary_size=65, seed=3).to("meta")
 
 
 @pytest.mark.parametrize("started", ["torch", "triton"], indirect=True)
 @pytest.mark.parametrize("name", preset_names())
-@pytest.mark.parametrize("marked", [False, True])
-def test_a_training_step_stays_on_its_device(name: str, marked: bool, started: list[str]) -> None:
+def test_a_training_step_stays_on_its_device(name: str, started: list[str]) -> None:
     model = small(name)
     ids = torch.zeros(3, LENGTH, dtype=torch.long, device="meta")
-    options = {"document_ids_BT": ids, "mask_BT": ids.bool()} if marked else {}
+    options = {"document_ids_BT": ids, "mask_BT": ids.bool()}
     # what is kept for later is made
     model(ids, **options)
     with OneDevice():
@@ -93,5 +92,4 @@ def test_a_decoded_token_waits_for_nothing(name: str, started: list[str]) -> Non
         return
     check_constant(states, after)
     if "triton" in backends.BACKENDS:
-        # two tokens in two layers
-        assert started == ["step_forward"] * 4
+        assert started == ["step_forward"] * 2
