@@ -2,7 +2,8 @@
 
   python scripts/generate.py checkpoint=runs/NAME prompt="My fellow citizens"
 
-  checkpoint=PATH    a run directory (its latest checkpoint) or one checkpoint folder
+  checkpoint=PATH    a run directory (its latest checkpoint), one checkpoint folder, an exported
+                     folder, or the name of such a model or a GPT-2 on the Hugging Face hub
   prompt=TEXT        what to continue (default: the beginning of a document)
   tokens=100         most new tokens; fewer if the text ends or the context is full
   temperature=0.8    0 takes the likeliest token every time
@@ -18,7 +19,6 @@ from __future__ import annotations
 
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from slayformer.cli import entry_point
@@ -59,11 +59,13 @@ def main() -> None:
     options = parse(sys.argv[1:])
     import torch
 
+    from slayformer.evaluation.scored_model import load_scored_model
+    from slayformer.huggingface.hub import model_folder
     from slayformer.model.generation import generate, stream_text
-    from slayformer.training.checkpoint import find_checkpoint, load_model
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    loaded = load_model(find_checkpoint(Path(options["checkpoint"])), device)
+    folder = model_folder("checkpoint", options["checkpoint"])
+    loaded = load_scored_model(folder, torch.device(device))
     tokenizer = loaded.tokenizer
     # documents follow an end-of-text, so that is what their beginning looks like to the model
     ids = tokenizer.encode(options["prompt"]) or [tokenizer.end_of_text]

@@ -1,4 +1,4 @@
-"""The models `eval.py` scores: from a checkpoint or a folder of transformers, at any length."""
+"""Models to score or to go on with: from a checkpoint or a folder of transformers, any length."""
 
 from __future__ import annotations
 

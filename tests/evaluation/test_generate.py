@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 
+from slayformer.huggingface.export import ExportConfig
+from slayformer.huggingface.export import run as export_hf
 from slayformer.model.generation import generate
 from slayformer.training.checkpoint import load_model
 
+ROOT = Path(__file__).parents[2]
 SCRIPT = "scripts/generate.py"
 # what Hydra's grammar would take apart
 PROMPT = "a, {b}=é: 'c' ${d}"
@@ -46,11 +51,37 @@ def test_without_a_prompt_a_document_begins(tiny_run: Path, run_command: Any) ->
     assert finished.stdout == loaded.tokenizer.decode(ids) + "\n"
 
 
+@pytest.mark.slow
+def test_an_exported_folder_goes_on_as_its_checkpoint_does(
+    tiny_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    exported = export_hf(ExportConfig(checkpoint=str(tiny_run), directory=str(tmp_path / "out")))
+    # as the hub would hand it out under a name
+    asked: list[str] = []
+
+    def download(name: str, **_: Any) -> str:
+        asked.append(name)
+        return str(exported)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    texts = []
+    for place in (tiny_run, exported, "somebody/tiny"):
+        capfd.readouterr()
+        options = [f"checkpoint={place}", f"prompt={PROMPT}", "temperature=0", "tokens=8"]
+        monkeypatch.setattr("sys.argv", [SCRIPT, *options])
+        runpy.run_path(str(ROOT / SCRIPT))["main"]()
+        texts.append(capfd.readouterr().out)
+    assert texts[0] == texts[1] == texts[2]
+    assert texts[0].startswith(PROMPT)
+    assert asked == ["somebody/tiny"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ([], "checkpoint=null: needs a run directory"),
         (["checkpoint=nowhere"], "nowhere"),
+        (["checkpoint=x", "cuda_graph=yes"], "cuda_graph=yes: must be true or false"),
         (["checkpoints=x"], "checkpoints=x: unknown key; did you mean checkpoint?"),
         (["checkpoint=x", "tokens=many"], "tokens=many: must be a whole number"),
         (["checkpoint=x", "temperature=hot"], "temperature=hot: must be a number"),
@@ -76,5 +107,5 @@ def test_a_prompt_that_fills_the_context_is_told(tiny_run: Path, run_command: An
 def test_help_tells_every_option(run_command: Any) -> None:
     finished = run_command([SCRIPT, "--help"])
     assert finished.code == 0
-    for option in ("checkpoint", "prompt", "tokens", "temperature", "top_k", "seed"):
+    for option in ("checkpoint", "prompt", "tokens", "temperature", "top_k", "seed", "cuda_graph"):
         assert f"  {option}=" in finished.stdout
