@@ -54,12 +54,14 @@ def attend(
 
     Raises ConfigError if a backend named outright cannot do it.
     """
-    # leaving a graph compiler costs time on every call, also where there is none
-    chosen = _attend_eagerly if torch.compiler.is_compiling() else _attend
-    return chosen(wanted, walk, q, k, v, memory, tensors, offset)
+    if torch.compiler.is_compiling():
+        from slayformer.attention.backends import eager
+
+        return eager.attend(wanted, walk, q, k, v, memory, tensors, offset)
+    return attend_now(wanted, walk, q, k, v, memory, tensors, offset)
 
 
-def _attend(
+def attend_now(
     wanted: str,
     walk: Walk,
     q: Tensor,
@@ -69,6 +71,7 @@ def _attend(
     tensors: Sequence[Tensor],
     offset: Tensor | float | None,
 ) -> tuple[Tensor, Tensor]:
+    """Do what `attend` does, outside of any graph."""
     refusals: list[str] = []
     for name in BACKENDS if wanted == "auto" else (wanted,):
         backend = BACKENDS[name]
@@ -90,10 +93,6 @@ def _attend(
             raise ConfigError("attention.backend", wanted, f"cannot be used: {obstacle}")
         refusals.append(f"not on {name}: {obstacle}")
     raise AssertionError("the backend torch takes everything")
-
-
-# engines differentiate by themselves, which a graph compiler cannot trace
-_attend_eagerly = torch.compiler.disable(_attend)
 
 
 @functools.cache
