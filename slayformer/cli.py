@@ -6,6 +6,7 @@ import difflib
 import errno
 import os
 import re
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -209,12 +210,12 @@ def _composition_message(error: Exception, arguments: list[str]) -> str:
             return f"{group}={name}: {nearest(name, error.options)}"
         return f"no configuration named {error.missing_cfg_file}"
     if isinstance(error, OverrideParseException):
-        reason = str(error).splitlines()[-2 if "=" in error.override else 0]
-        return f"{error.override}: not understood, options are written key=value ({reason})"
+        return f"{error.override}: not understood; {_how_to_write(error.override)}"
     sweep = re.match(r"(?:Ambiguous value for argument|Sweep parameters) '(.*)' ?(?:1\.|req)", text)
     if sweep:
-        key = sweep[1].partition("=")[0]
-        return f"{sweep[1]}: one value wanted; text with commas is quoted: \"{key}='one, two'\""
+        key, _, value = sweep[1].partition("=")
+        hint = f"a list is {key}=[A,B], train.py -m trains with each value"
+        return f"{sweep[1]}: one value wanted; {hint}, text is quoted: {_for_a_shell(key, value)}"
     without_default = re.match(r"Could not override .* No match in .* use \+(.*)", text)
     if without_default:
         return f"{without_default[1]}: nothing to replace; write +{without_default[1]}"
@@ -227,6 +228,23 @@ def _composition_message(error: Exception, arguments: list[str]) -> str:
     if isinstance(error, ValueError):
         return f"{text} (in: {' '.join(arguments)})"
     return text
+
+
+def _how_to_write(override: str) -> str:
+    """Return what would make an option of `override`, which Hydra's grammar does not take."""
+    key, equals, value = override.partition("=")
+    if not key or not equals:
+        return "options are written key=value"
+    if value[:1] in ("[", "{"):
+        written = "key=[A,B]" if value[0] == "[" else "key={A: 1, B: 2}"
+        return f"this is written {written}, with quotes around what is not letters and digits"
+    return f"text like this is quoted: {_for_a_shell(key, value)}"
+
+
+def _for_a_shell(key: str, value: str) -> str:
+    """Return the option with its text in the quotes that Hydra needs, and those a shell takes."""
+    written = f"{key}={quoted(value)}"
+    return shlex.quote(written) if re.search(r'["$`\\!]', written) else f'"{written}"'
 
 
 def _dotted(values: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
@@ -251,6 +269,8 @@ def _unknown_key_hint(path: str, root: DictConfig) -> str:
         return f'{parent} has no fields; if it is null give all: "{parent}={{{last}: ..., ...}}"'
     close = [key for key in known if key.rpartition(".")[2] == last]
     siblings = [key.removeprefix(f"{parent}.") for key in known if key.rpartition(".")[0] == parent]
+    if siblings == ["name"]:
+        return f"{values[f'{parent}.name']} has no options"
     if parent and siblings and not close:
         return nearest(last, siblings)
     close = close or difflib.get_close_matches(path, known)

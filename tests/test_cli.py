@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -87,10 +88,13 @@ MISTAKES = [
         ["batch.samples_per_update=null batch.samples_per_device=4"],
     ),
     # an override or a flag that cannot be read
-    ("model.layers=[1", ["model.layers=[1: not understood", "key=value"]),
+    ("model.layers=[1", ["model.layers=[1: not understood; this is written key=[A,B]"]),
+    ("attention=[slay,…]", ["attention=[slay,…]: not understood; this is written key=[A,B]"]),
+    ("batch={ramp: nu", ["nu: not understood; this is written key={A: 1, B: 2}"]),
+    ("run_directory=a b=c", ["text like this is quoted: \"run_directory='a b=c'\""]),
     ("attention", ["attention: not understood", "key=value"]),
     ("=3", ["=3"]),
-    ("seed=1,2", ["seed=1,2: one value", "\"seed='"]),
+    ("seed=1,2", ["seed=1,2: one value", "seed=[A,B]", "train.py -m", "\"seed='1,2'\""]),
     ("--seed=1", ["--seed=1", "key=value"]),
     ("--cfg", ["--cfg", "expected one argument"]),
     ("attention.name=nope", ["attention.name=nope", "label of slay"]),
@@ -124,6 +128,21 @@ def test_mistake_is_one_line_that_tells_what_works(
     assert printed.out == ""
     line = one_line(printed.err)
     assert [part for part in told if part not in line] == [], line
+
+
+@pytest.mark.parametrize(
+    "text", ["a b=c", "Übung", "(it's", "a{b\\", "$HOME=(`", "1,2", 'say "a=b"']
+)
+def test_the_quotes_that_are_told_work(text: str) -> None:
+    with pytest.raises(UserError, match="text(?: like this)? is quoted: ") as told:
+        compose("train", [f"initial_weights={text}", "dry_run=true"])
+    typed = shlex.split(str(told.value).partition("is quoted: ")[2])
+    assert compose("train", typed).initial_weights == text
+
+
+def test_a_mechanism_without_options_says_so() -> None:
+    with pytest.raises(UserError, match=r"^attention\.nodes: unknown key; softmax has no options$"):
+        compose("train", ["attention=softmax", "attention.nodes=5"])
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
