@@ -100,15 +100,19 @@ class RunLog:
         """The wandb run these records go to, None without one."""
         return self._wandb.id if self._wandb is not None else None
 
-    def train(self, record: dict[str, Any], *, mean_tokens_per_second: float) -> None:
-        """Write the record of an update, and tell it in the live line or every so many updates."""
+    def train(self, record: dict[str, Any], *, warm_tokens_per_second: float | None) -> None:
+        """Write the record of an update, and tell it in the live line or every so many updates.
+
+        How long the rest takes follows from `warm_tokens_per_second`, and is not told without.
+        """
         self._write({"kind": "train", **record})
         update, left = record["update"], self._plan.tokens - record["tokens"]
-        seconds_left = round(max(left, 0) / mean_tokens_per_second)
         told = (
             f"loss {record['loss']:.4f} nats/token  {record['tokens_per_second']:,.0f} tokens/s  "
-            f"learning rate {record['learning_rate']:.2e}  left {timedelta(seconds=seconds_left)}"
+            f"learning rate {record['learning_rate']:.2e}"
         )
+        if warm_tokens_per_second is not None:
+            told += f"  left {timedelta(seconds=round(max(left, 0) / warm_tokens_per_second))}"
         self._progress.update(self._task, completed=update, told=told)
         due = update % self._every_updates == 0 or update in (1, self._plan.updates)
         if due and not self.console.is_terminal:

@@ -196,7 +196,7 @@ class Training:
                 record["z_loss"] = z_nats / targets
             if rows:
                 record["guarded_share"] = guarded / rows
-            self.log.train(record, mean_tokens_per_second=self.meter.tokens_per_second)
+            self.log.train(record, warm_tokens_per_second=self.meter.warm_tokens_per_second)
         return stops > 0
 
     def _mfu(self, tokens_per_second: float) -> float | None:

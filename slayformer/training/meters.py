@@ -40,6 +40,8 @@ class Meter:
         self._seconds = dict.fromkeys(PARTS, 0.0) | (before or {})
         # since the end of the update before
         self._lately = dict.fromkeys(PARTS, 0.0)
+        # tokens and training seconds when the first update of this process ended
+        self._warm: tuple[int, float] | None = None
 
     @contextmanager
     def part(self, name: str, wait: bool = False) -> Iterator[None]:
@@ -66,6 +68,7 @@ class Meter:
         told = {"tokens_per_second": tokens / seconds, "milliseconds": 1000 * seconds}
         told |= {f"{name}_milliseconds": 1000 * self._lately[name] for name in PARTS}
         self._lately = dict.fromkeys(PARTS, 0.0)
+        self._warm = self._warm or (self.tokens, self.training_seconds)
         return told
 
     @property
@@ -83,6 +86,16 @@ class Meter:
         """Mean over all updates so far; 0 before the first."""
         seconds = self.training_seconds
         return self.tokens / seconds if seconds else 0.0
+
+    @property
+    def warm_tokens_per_second(self) -> float | None:
+        """Mean over the updates of this process but its first, in which engines are compiled.
+
+        None until there is one.
+        """
+        if self._warm is None or self.tokens == self._warm[0]:
+            return None
+        return (self.tokens - self._warm[0]) / (self.training_seconds - self._warm[1])
 
 
 def model_flops_utilisation(

@@ -54,12 +54,12 @@ def test_metrics_go_on_after_the_checkpoint(train_config: Any, tmp_path: Path) -
     config, path = train_config(), tmp_path / "metrics.jsonl"
     with open_log(tmp_path, config) as log:
         for update in (1, 2, 3):
-            log.train(record(update), mean_tokens_per_second=1000.0)
+            log.train(record(update), warm_tokens_per_second=1000.0)
     # killed while it wrote
     path.write_text(path.read_text() + '{"kind": "train", "upd')
     earlier = read_metrics(path, up_to_update=2, last_update=4)
     with open_log(tmp_path, config, earlier=earlier) as log:
-        log.train(record(3), mean_tokens_per_second=1000.0)
+        log.train(record(3), warm_tokens_per_second=1000.0)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["update"] for line in lines] == [1, 2, 3]
     assert lines[0] == {"kind": "train", **record(1)}
@@ -86,10 +86,11 @@ def test_plain_lines_without_a_terminal(train_config: Any, tmp_path: Path) -> No
     console = Console(file=io.StringIO(), width=200)
     with open_log(tmp_path, config, console=console) as log:
         for update in range(1, 6):
-            log.train(record(update), mean_tokens_per_second=64.0)
+            log.train(record(update), warm_tokens_per_second=64.0 if update > 1 else None)
     printed = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     # the first, every second, the last
     assert [line.split()[1] for line in printed] == ["1/5", "2/5", "4/5", "5/5"]
+    assert "left" not in printed[0]
     # 384 tokens left at 64 tokens/s
     assert printed[1] == (
         "update 2/5  loss 4.8000 nats/token  1,000 tokens/s  learning rate 1.00e-03  left 0:00:06"
@@ -104,7 +105,7 @@ def test_a_broken_wandb_is_a_warning(
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     console = Console(file=io.StringIO(), width=200)
     with open_log(tmp_path, train_config("logging.wandb=offline"), console=console) as log:
-        log.train(record(1), mean_tokens_per_second=1.0)
+        log.train(record(1), warm_tokens_per_second=1.0)
     printed = console.file.getvalue()  # type: ignore[attr-defined]
     assert printed.count("warning: wandb failed (cannot write to the cache)") == 1
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
@@ -120,7 +121,7 @@ def test_wandb_that_cannot_write_lets_training_go_on(
     (tmp_path / "wandb").write_text("")
     console = Console(file=io.StringIO(), width=200)
     with open_log(tmp_path, train_config("logging.wandb=offline"), console=console) as log:
-        log.train(record(1), mean_tokens_per_second=1.0)
+        log.train(record(1), warm_tokens_per_second=1.0)
     printed = console.file.getvalue()  # type: ignore[attr-defined]
     assert printed.count("warning: wandb failed") == 1
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
@@ -133,11 +134,11 @@ def test_tensorboard_has_every_number_once_over_a_resume(train_config: Any, tmp_
     config, path = train_config("logging.tensorboard=true"), tmp_path / "metrics.jsonl"
     with open_log(tmp_path, config) as log:
         for update in (1, 2, 3):
-            log.train(record(update), mean_tokens_per_second=1000.0)
+            log.train(record(update), warm_tokens_per_second=1000.0)
     earlier = read_metrics(path, up_to_update=2, last_update=4)
     with open_log(tmp_path, config, earlier=earlier) as log:
         for update in (3, 4):
-            log.train({**record(update), "loss": 1.0}, mean_tokens_per_second=1000.0)
+            log.train({**record(update), "loss": 1.0}, warm_tokens_per_second=1000.0)
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     told = {event.step: event.value for event in events.Scalars("train/loss")}
     assert told == pytest.approx({1: 4.9, 2: 4.8, 3: 1.0, 4: 1.0})
@@ -150,7 +151,7 @@ def test_tensorboard_that_fails_is_a_warning(
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     console = Console(file=io.StringIO(), width=200)
     with open_log(tmp_path, train_config("logging.tensorboard=true"), console=console) as log:
-        log.train(record(1), mean_tokens_per_second=1.0)
+        log.train(record(1), warm_tokens_per_second=1.0)
     assert console.file.getvalue().count("warning: tensorboard failed") == 1  # type: ignore[attr-defined]
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
 
@@ -173,11 +174,11 @@ def test_wandb_offline_keeps_one_run_over_a_resume(
     monkeypatch.setenv("WANDB_SILENT", "true")
     config = train_config("logging.wandb=offline")
     with open_log(tmp_path, config) as log:
-        log.train(record(1), mean_tokens_per_second=1.0)
+        log.train(record(1), warm_tokens_per_second=1.0)
         identity = log.wandb_id
     assert identity
     with open_log(tmp_path, config, wandb_id=identity) as log:
-        log.train(record(2), mean_tokens_per_second=1.0)
+        log.train(record(2), warm_tokens_per_second=1.0)
         assert log.wandb_id == identity
     written = list((tmp_path / "wandb").glob("offline-run-*"))
     assert written

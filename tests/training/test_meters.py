@@ -38,6 +38,8 @@ def test_an_update_is_split_and_speed_is_of_training_alone(monkeypatch: pytest.M
     }
     take(meter, "validation", 3.0)
     take(meter, "saving", 1.0)
+    # the first update of a process also compiles, and tells nothing about the others
+    assert meter.warm_tokens_per_second is None
     # what belongs to no part, a sample for instance, does not count
     now += 50
     take(meter, "forward_backward", 4.0)
@@ -45,6 +47,10 @@ def test_an_update_is_split_and_speed_is_of_training_alone(monkeypatch: pytest.M
     assert (told["tokens_per_second"], told["milliseconds"]) == (50.0, 4000.0)
     assert (told["validation_milliseconds"], told["saving_milliseconds"]) == (3000.0, 1000.0)
     assert meter.tokens_per_second == 1400 / 10
+    assert meter.warm_tokens_per_second == 50.0
+    take(meter, "optimizer", 1.0)
+    meter.end_update(200)
+    assert meter.warm_tokens_per_second == 400 / 5
     assert meter.state["saving"] == 6.0
     assert Meter(CPU).tokens_per_second == 0
 
