@@ -134,7 +134,7 @@ def test_mistake_is_one_line_that_tells_what_works(
     "text", ["a b=c", "Übung", "(it's", "a{b\\", "$HOME=(`", "1,2", 'say "a=b"']
 )
 def test_the_quotes_that_are_told_work(text: str) -> None:
-    with pytest.raises(UserError, match="text(?: like this)? is quoted: ") as told:
+    with pytest.raises(UserError, match=r"text(?: like this)? is quoted: ") as told:
         compose("train", [f"initial_weights={text}", "dry_run=true"])
     typed = shlex.split(str(told.value).partition("is quoted: ")[2])
     assert compose("train", typed).initial_weights == text
