@@ -12,13 +12,11 @@ from slayformer.cli import COMMANDS, compose, entry_point
 
 def main() -> None:
     """Give Hydra the comparison's own arguments, and the others to every run."""
-    from slayformer.config_commands import CompareConfig
-    from slayformer.config_loading import load_config
-    from slayformer.evaluation.compare import run, split_arguments
+    from slayformer.evaluation.compare import read_config, run, split_arguments
 
     own, overrides = split_arguments(sys.argv[1:])
     composed = compose("compare", own, folder=COMMANDS)
-    sys.exit(run(load_config(composed, CompareConfig), overrides))
+    sys.exit(run(read_config(composed), overrides))
 
 
 if __name__ == "__main__":

@@ -9,9 +9,11 @@ def main() -> None:
     """Compose, check and run."""
     composed = compose("long_context", folder=COMMANDS)
     from slayformer.config_commands import LongContextConfig
-    from slayformer.config_loading import load_config
+    from slayformer.config_loading import fill_list, load_config
     from slayformer.evaluation.long_context import run
 
+    for key in ("attention", "lengths_tokens", "training_lengths_tokens"):
+        fill_list(composed, key)
     run(load_config(composed, LongContextConfig))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -69,6 +69,13 @@ def refuse_without_effect(config: AttentionConfig, given: Mapping[str, Any]) -> 
     for name in given.keys() & unused.keys():
         hint = f"has no effect with {unused[name]}"
         raise ConfigError(f"attention.{name}", given[name], hint)
+
+
+def fill_list(composed: DictConfig, key: str, every: Sequence[str] = ()) -> None:
+    """Make a list of the single value in field `key`, or of `every` choice where it is `all`."""
+    value = composed.get(key)
+    if isinstance(value, str | int | float) and not isinstance(value, bool):
+        composed[key] = list(every) if every and value == "all" else [value]
 
 
 def to_plain(config: Any) -> dict[str, Any]:

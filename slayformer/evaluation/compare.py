@@ -15,12 +15,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from omegaconf import DictConfig
 from rich.console import Console
 
 from slayformer.cli import COMMANDS, compose, quoted
 from slayformer.config import TrainConfig
 from slayformer.config_commands import CompareConfig, RecallConfig
-from slayformer.config_loading import load_config, to_plain
+from slayformer.config_loading import fill_list, load_config, to_plain
 from slayformer.data.prepare import prepare
 from slayformer.data.shards import write_atomically
 from slayformer.errors import ConfigError, UserError, nearest
@@ -29,6 +30,7 @@ from slayformer.evaluation.report import make_report
 from slayformer.evaluation.report_files import write_report
 from slayformer.evaluation.report_table import print_report
 from slayformer.evaluation.runs import Run, read_recall, read_run
+from slayformer.presets import preset_names
 
 SETTINGS_FILE = "settings.json"
 # set by the comparison for each cell
@@ -52,6 +54,16 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     experiments = [a for a in shared if a.lstrip("+").startswith("experiment=")]
     known = {path.stem for path in (COMMANDS / "experiment").glob("*.yaml")}
     return own + [a for a in experiments if a.partition("=")[2] in known], shared
+
+
+def read_config(composed: DictConfig) -> CompareConfig:
+    """Return the checked configuration; one value stands for a list of it, `all` for every option.
+
+    Raises ConfigError for a value that cannot work.
+    """
+    fill_list(composed, "attention", preset_names())
+    fill_list(composed, "seeds")
+    return load_config(composed, CompareConfig)
 
 
 def run(config: CompareConfig, overrides: Sequence[str]) -> int:

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from slayformer.config import positive
-from slayformer.config_loading import load_config
+from slayformer.config_loading import fill_list, load_config
 from slayformer.data.loader import Batch, WindowLoader
 from slayformer.data.prepare import prepare
 from slayformer.errors import ConfigError, DataError, UserError
@@ -90,9 +90,8 @@ def read_config(composed: DictConfig) -> InspectConfig:
 
     Raises ConfigError for a value that cannot work.
     """
-    for key in ("attention", "head_dim"):
-        if isinstance(composed.get(key), str | int | float):
-            composed[key] = preset_names() if composed[key] == "all" else [composed[key]]
+    fill_list(composed, "attention", preset_names())
+    fill_list(composed, "head_dim")
     config: InspectConfig = load_config(composed, InspectConfig)
     for key in ("attention", "head_dim"):
         values = getattr(config, key)

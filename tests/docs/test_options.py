@@ -12,7 +12,6 @@ import pytest
 
 from slayformer.cli import COMMANDS, compose, multirun_arguments
 from slayformer.config_commands import (
-    CompareConfig,
     EvalConfig,
     LongContextConfig,
     RecallConfig,
@@ -44,10 +43,10 @@ def read_training(arguments: Arguments) -> Any:
 
 
 def read_comparison(arguments: Arguments) -> Any:
-    from slayformer.evaluation.compare import split_arguments
+    from slayformer.evaluation.compare import read_config, split_arguments
 
     own, shared = split_arguments(arguments)
-    config = load_config(compose("compare", own, COMMANDS), CompareConfig)
+    config = read_config(compose("compare", own, COMMANDS))
     assert set(config.attention) <= set(preset_names())
     return read_training([*shared, f"attention={config.attention[0]}"])
 

@@ -18,7 +18,7 @@ import pytest
 from omegaconf import OmegaConf
 from rich.progress import Progress
 
-from slayformer.cli import COMMANDS, compose
+from slayformer.cli import COMMANDS, CONFIGURATIONS, compose
 from slayformer.config import TrainConfig
 from slayformer.config_commands import CompareConfig, RecallConfig
 from slayformer.config_loading import load_config
@@ -28,6 +28,7 @@ from slayformer.evaluation.compare import (
     SETTINGS_FILE,
     join_record,
     plan_cells,
+    read_config,
     run,
     split_arguments,
 )
@@ -70,6 +71,17 @@ def test_an_experiment_may_name_mechanisms_and_seeds() -> None:
     # its runs are those of the experiment it stands for
     for name, other in (("table5_cpu", "cpu_race"), ("table5", "gpt2_small_chinchilla")):
         assert compose("train", [f"experiment={name}"]) == compose("train", [f"experiment={other}"])
+
+
+def test_one_value_stands_for_a_list_and_all_for_every_mechanism() -> None:
+    config = read_config(compose("compare", ["attention=slay", "seeds=7"], folder=COMMANDS))
+    assert (config.attention, config.seeds) == (["slay"], [7])
+    config = read_config(compose("compare", ["attention=all"], folder=COMMANDS))
+    assert config.attention == sorted(
+        path.stem for path in CONFIGURATIONS.joinpath("attention").iterdir()
+    )
+    with pytest.raises(ConfigError, match="seeds=true: must be a list"):
+        read_config(compose("compare", ["seeds=true"], folder=COMMANDS))
 
 
 def test_cells_differ_in_mechanism_seed_and_folder_alone(tmp_path: Path) -> None:
