@@ -26,6 +26,7 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.table import Column
 
 from slayformer.cli import EXIT_INTERRUPTED, LAUNCHER_VARIABLES, compose, quoted
 from slayformer.config import TrainConfig
@@ -85,11 +86,12 @@ def training_cell(folder: Path, title: str, overrides: list[str], processes: int
 
 
 def train_cells(
-    cells: Sequence[Cell], *, jobs: int, threads: int | None, console: Console
+    cells: Sequence[Cell], *, jobs: int, threads: int | None, console: Console, directory: str
 ) -> list[Cell]:
     """Train the unfinished cells, `jobs` at a time; return those that did not finish.
 
-    `threads` None leaves the number of CPU threads as it is for this process.
+    `threads` None leaves the number of CPU threads as it is for this process. `directory` is the
+    option that leads a later call to these cells.
     """
     waiting = []
     for cell in cells:
@@ -99,19 +101,9 @@ def train_cells(
             waiting.append(cell)
     failed: list[Cell] = []
     running: list[RunningCell] = []
-    progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        TextColumn("{task.fields[status]}"),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-        console=console,
-        # the pace of the last hour, not of the last few seconds
-        speed_estimate_period=3600,
-    )
+    progress = display(console)
     count, done = len(waiting), 0
-    with _interruptible(running), progress:
+    with interruptible(running, directory), progress:
         overall = progress.add_task("all runs", total=count, status=f"0 of {count} runs")
         while waiting or running:
             while waiting and len(running) < jobs:
@@ -130,6 +122,25 @@ def train_cells(
             )
             time.sleep(POLL_SECONDS if running else 0)
     return failed
+
+
+def display(console: Console) -> Progress:
+    """Return the lines of all runs and of each under way; where it is narrow a long title wraps."""
+
+    def whole(width: int) -> Column:
+        return Column(no_wrap=True, min_width=width)
+
+    return Progress(
+        TextColumn("{task.description}", table_column=Column()),
+        BarColumn(bar_width=12),
+        TextColumn("{task.fields[status]}"),
+        TimeElapsedColumn(table_column=whole(len("0:00:00"))),
+        TextColumn("left", table_column=whole(len("left"))),
+        TimeRemainingColumn(table_column=whole(len("0:00:00"))),
+        console=console,
+        # the pace of the last hour, not of the last few seconds
+        speed_estimate_period=3600,
+    )
 
 
 class RunningCell:
@@ -220,7 +231,7 @@ class RunningCell:
             return
         if train:
             update, loss = train[-1]["update"], train[-1]["loss"]
-            status = f"update {update}/{self.cell.updates}, training loss {loss:.3f} nats"
+            status = f"update {update}/{self.cell.updates}, loss {loss:.3f} nats/token"
             self.progress.update(self.task, completed=update, status=status)
 
 
@@ -246,8 +257,11 @@ def _tell_end(ended: RunningCell, console: Console) -> bool:
 
 
 @contextmanager
-def _interruptible(running: list[RunningCell]) -> Iterator[None]:
-    """On Ctrl-C, SIGTERM, SIGHUP or an error let the running cells save and stop, then leave."""
+def interruptible(running: list[RunningCell], directory: str) -> Iterator[None]:
+    """On Ctrl-C, SIGTERM, SIGHUP or an error let the running cells save and stop, then leave.
+
+    What is told has `directory`, the option that leads a later call to the same cells.
+    """
 
     def interrupt(number: int, frame: Any) -> None:
         raise KeyboardInterrupt
@@ -257,7 +271,8 @@ def _interruptible(running: list[RunningCell]) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        print("stopping: each run saves a checkpoint; call again to go on", file=sys.stderr)
+        told = f"stopping: each run saves a checkpoint; to go on, the same command with {directory}"
+        print(told, file=sys.stderr)
         try:
             for one in running:
                 one.ask_to_stop()

@@ -99,7 +99,13 @@ def run(config: CompareConfig, overrides: Sequence[str]) -> int:
         f"each with {threads} CPU threads, in {directory}",
         soft_wrap=True,
     )
-    failed = train_cells(cells, jobs=config.jobs, threads=threads, console=console)
+    failed = train_cells(
+        cells,
+        jobs=config.jobs,
+        threads=threads,
+        console=console,
+        directory=f"directory={quoted(str(directory))}",
+    )
 
     notes = [f"Did not finish: {', '.join(cell.title for cell in failed)}."] if failed else []
     if config.jobs > 1:

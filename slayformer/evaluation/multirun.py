@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from slayformer.cli import quoted
 from slayformer.config_loading import to_plain
 from slayformer.errors import ConfigError, UserError
 from slayformer.evaluation.cells import Cell, train_cells, training_cell
@@ -43,7 +44,8 @@ def run(overrides: Sequence[str], flags: Sequence[str]) -> int:
     directory.mkdir(parents=True, exist_ok=True)
     console = Console()
     console.print(f"{len(cells)} runs, one after the other, in {directory}", soft_wrap=True)
-    failed = train_cells(cells, jobs=1, threads=None, console=console)
+    again = f"run_directory={quoted(str(directory))}"
+    failed = train_cells(cells, jobs=1, threads=None, console=console, directory=again)
     for cell in failed:
         console.print(f"did not finish: {cell.title}, see {cell.log}", soft_wrap=True)
     if len(cells) - len(failed) > 1:

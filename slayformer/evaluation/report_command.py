@@ -62,6 +62,8 @@ def run(folders: Sequence[Path], config: ReportConfig) -> Path:
     files = write_report(directory, report)
     print_report(report)
     console = Console()
+    for note in notes:
+        console.print(note, soft_wrap=True)
     for path in files:
         console.print(str(path), soft_wrap=True)
     return directory

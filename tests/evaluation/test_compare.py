@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import fcntl
+import io
 import json
 import os
 import subprocess
@@ -16,6 +17,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import pytest
 from omegaconf import OmegaConf
+from rich.console import Console
 from rich.progress import Progress
 
 from slayformer.cli import COMMANDS, CONFIGURATIONS, compose
@@ -23,7 +25,7 @@ from slayformer.config import TrainConfig
 from slayformer.config_commands import CompareConfig, RecallConfig
 from slayformer.config_loading import load_config
 from slayformer.errors import ConfigError, UserError
-from slayformer.evaluation.cells import RunningCell
+from slayformer.evaluation.cells import RunningCell, display, interruptible
 from slayformer.evaluation.compare import (
     SETTINGS_FILE,
     join_record,
@@ -293,6 +295,24 @@ class Comparison:
         return (self.directory / f"{cell}.log").read_text().count("run directory: ")
 
 
+def test_an_interruption_tells_how_to_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left, interruptible([], "directory=comparisons/now"):
+        raise KeyboardInterrupt
+    assert left.value.code == 130
+    assert capsys.readouterr().err.endswith("the same command with directory=comparisons/now\n")
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_display_shows_its_times_whole(width: int) -> None:
+    console = Console(file=io.StringIO(), width=width)
+    progress = display(console)
+    status = "update 3000/3000, loss 3.315 nats/token"
+    progress.add_task("slay_block_quadratic seed 1", total=9, status=status)
+    console.print(progress.get_renderable())
+    line = console.file.getvalue().splitlines()[0]  # type: ignore[attr-defined]
+    assert line.rstrip().endswith(f"{status} 0:00:00 left -:--:--")
+
+
 @pytest.mark.slow
 def test_kills_and_interruptions_lose_and_repeat_nothing(
     tmp_path: Path, text_folder: Path, make_gate: Any
@@ -332,6 +352,8 @@ def test_kills_and_interruptions_lose_and_repeat_nothing(
     comparison.wait_for_stop(process, "linear_elu-seed2")
     gates["linear_elu-seed2"].open()
     assert process.wait(timeout=WAIT_SECONDS) == 130
+    told = f"to go on, the same command with directory={comparison.directory}\n"
+    assert told in comparison.output()
     assert (comparison.directory / "linear_elu-seed2" / "checkpoints" / "latest").exists()
     assert not (comparison.directory / "linear_elu-seed2" / "summary.json").exists()
 
