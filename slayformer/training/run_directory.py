@@ -150,12 +150,19 @@ def check_fits(path: Path, config: TrainConfig, plan: Plan, tokenizer: Tokenizer
             f"{path} has no {OPTIMIZER}: an earlier version wrote it; its weights can still be used"
         )
     for field in ("model", "attention", "tokenizer", "seed"):
-        before, now = _select(saved, field), _select(asked, field)
-        if field == "attention":
-            # the same mechanism by another engine
-            before, now = ({**options, "backend": None} for options in (before, now))
-        if before != now:
-            raise CheckpointError(f"{path} was saved with {field}={before}, which is not {now}")
+        before, now = (_flat({field: plain[field]}) for plain in (saved, asked))
+        if before.get(f"{field}.name") != now.get(f"{field}.name"):
+            # options of two mechanisms cannot be set against each other
+            before, now = ({field: options[f"{field}.name"]} for options in (before, now))
+        changed = [key for key in before | now if before.get(key) != now.get(key)]
+        for key in changed:
+            # the same mechanism by another engine goes on
+            if key != "attention.backend":
+                given = f"{key}={before.get(key)}"
+                raise CheckpointError(
+                    f"{path} was saved with {given}, which is not {now.get(key)}; to go on give "
+                    f"{given} and the run's other options again"
+                )
     if asked["initial_weights"] not in (None, saved["initial_weights"]):
         raise CheckpointError(
             f"{path} started from initial_weights={saved['initial_weights']}, which is not "
@@ -277,13 +284,6 @@ def _make(directory: Path, *, exist_ok: bool) -> bool:
         hint = f"cannot be made ({error.strerror}); name a folder you may write to"
         raise ConfigError("run_directory", directory, hint) from error
     return True
-
-
-def _select(plain: dict[str, Any], field: str) -> Any:
-    value: Any = plain
-    for name in field.split("."):
-        value = value[name]
-    return value
 
 
 def _flat(plain: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -212,9 +212,10 @@ def test_checkpoint_fits_only_what_it_was_saved_for(
     fits()
     fits("budget.updates=10", "optimizer.learning_rate=1", "batch.micro_samples=2")
     for overrides, message in {
-        ("model.width=64",): "saved with model=.*'width': 32",
-        ("attention=softmax",): "saved with attention=.*slay",
-        ("tokenizer=gpt2",): "saved with tokenizer=.*bytes",
+        ("model.width=64",): "model.width=32, which is not 64; to go on give model.width=32",
+        ("attention=softmax",): "with attention=slay, which is not softmax; to go on give",
+        ("attention.nodes=2",): "saved with attention.nodes=3, which is not 2",
+        ("tokenizer=gpt2",): "saved with tokenizer=bytes, which is not gpt2",
         ("seed=1",): "saved with seed=0, which is not 1",
         ("batch.samples_per_update=4",): "has seen 80 samples in 10 updates",
         ("budget.updates=9",): "has seen 80 samples in 10 updates",
