@@ -234,8 +234,11 @@ class HuggingFaceSource(Source):
         except Exception as error:
             config = self.config
             reason = " ".join(str(error).split()) or type(error).__name__
-            wanted = f"{self.where} name={config.name} split={config.split}"
-            raise DataError(f"{wanted}: the dataset cannot be read: {reason}") from error
+            name = "" if config.name is None else f" name={config.name}"
+            told = f"{self.where}{name} split={config.split}: the dataset cannot be read: {reason}"
+            if not self._folder.is_dir():
+                told += "; without a network give a folder of Parquet or JSON-lines files"
+            raise DataError(told) from error
 
     def _text(self, row: dict[str, Any]) -> str:
         """Return the text of `row`, "" for a missing one; raises DataError if it has no such."""
