@@ -1,6 +1,7 @@
 """Train a GPT-2 with the attention mechanism of your choice: `python train.py attention=slay`.
 
 `python train.py --help` lists every option; `dry_run=true` prints the plan and stops;
+`python train.py run_directory=runs/NAME resume=auto` goes on with a run and its own options;
 `python train.py -m attention=slay,softmax seed=1,2` makes a run of every combination.
 """
 
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import sys
 
-from slayformer.cli import compose, entry_point, multirun_arguments
+from slayformer.cli import compose, entry_point, multirun_arguments, own_options
 
 
 def main() -> None:
@@ -18,7 +19,7 @@ def main() -> None:
         from slayformer.evaluation import multirun
 
         sys.exit(multirun.run(*several))
-    composed = compose("train")
+    composed = own_options(sys.argv[1:]) or compose("train")
     from slayformer.config_loading import load_config
 
     config = load_config(composed)

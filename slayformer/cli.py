@@ -122,6 +122,32 @@ def compose(
     return composed[0]
 
 
+def own_options(arguments: list[str]) -> DictConfig | None:
+    """Return the options a run was started with, where it is all that `arguments` name.
+
+    That is `run_directory=FOLDER resume=auto` with a config.yaml in the folder; else None.
+    """
+    import yaml  # type: ignore[import-untyped]
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+
+    try:
+        overrides = OverridesParser.create().parse_overrides(strip_launcher_arguments(arguments))
+    except HydraException:
+        return None
+    given = {one.key_or_group: one.value() for one in overrides}
+    if len(overrides) != 2 or set(given) != {"run_directory", "resume"}:
+        return None
+    file = Path(str(given["run_directory"])).expanduser() / "config.yaml"
+    if given["resume"] != "auto" or not file.is_file():
+        return None
+    try:
+        return OmegaConf.merge(OmegaConf.load(file), given)  # type: ignore[return-value]
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError(f"{file} cannot be read: {error}") from error
+
+
 def _refuse_without_effect(composed: DictConfig, arguments: list[str]) -> None:
     """Raise ConfigError for an option of the mechanism in `arguments` that it does not use."""
     from omegaconf import OmegaConf

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shlex
 import socket
@@ -11,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
 import train
 from slayformer import cli
-from slayformer.cli import compose, entry_point, quoted, strip_launcher_arguments
-from slayformer.config_loading import load_config
+from slayformer.cli import compose, entry_point, own_options, quoted, strip_launcher_arguments
+from slayformer.config_loading import load_config, to_plain
 from slayformer.errors import DataError, UserError, nearest
 
 # each with a mistake and the key it should have been
@@ -317,3 +319,23 @@ def test_an_experiment_needs_no_plus() -> None:
     composed = [compose("train", [f"{plus}experiment=cpu_race", "seed=3"]) for plus in ("", "+")]
     assert composed[0] == composed[1]
     assert composed[0].budget.updates == 750
+
+
+def test_a_run_goes_on_with_its_own_options(tmp_path: Path) -> None:
+    run = tmp_path / "a run's, folder"
+    run.mkdir()
+    place = f"run_directory={quoted(str(run))}"
+    assert own_options([place, "resume=auto"]) is None
+    started = load_config(compose("train", ["attention=slay_best", "seed=7", place]))
+    file = run / "config.yaml"
+    OmegaConf.save(OmegaConf.create(to_plain(started)), file)
+    for arguments in (["resume=auto", place], ["--local_rank=0", place, "resume=auto"]):
+        going_on = own_options(arguments)
+        assert going_on is not None
+        assert load_config(going_on) == dataclasses.replace(started, resume="auto")
+    # anything else is composed as ever
+    for arguments in ([place], [place, "resume=auto", "seed=7"], [place, f"resume={run}"], ["(="]):
+        assert own_options(arguments) is None
+    file.write_text("seed: [")
+    with pytest.raises(UserError, match=r"config\.yaml cannot be read"):
+        own_options([place, "resume=auto"])

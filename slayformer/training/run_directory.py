@@ -161,7 +161,7 @@ def check_fits(path: Path, config: TrainConfig, plan: Plan, tokenizer: Tokenizer
                 given = f"{key}={before.get(key)}"
                 raise CheckpointError(
                     f"{path} was saved with {given}, which is not {now.get(key)}; to go on give "
-                    f"{given} and the run's other options again"
+                    f"the run's own options, or none beside run_directory and resume=auto"
                 )
     if asked["initial_weights"] not in (None, saved["initial_weights"]):
         raise CheckpointError(
