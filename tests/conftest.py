@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -182,7 +183,10 @@ def run_command(tmp_path_factory: pytest.TempPathFactory) -> RunCommand:
         try:
             stdout, stderr = process.communicate(timeout=timeout_s)
         except BaseException as error:
-            os.killpg(process.pid, signal.SIGKILL)
+            # launchers give each process that they start a session of its own
+            for child in [*psutil.Process(process.pid).children(recursive=True), process]:
+                with suppress(psutil.NoSuchProcess):
+                    child.kill()
             stdout, stderr = process.communicate()
             if not isinstance(error, subprocess.TimeoutExpired):
                 raise

@@ -65,6 +65,7 @@ class Training:
             tokens_before=plan.tokens_at(self.update),
             before=state.get("seconds_by_part"),
         )
+        self.earlier_peak_bytes = state.get("peak_memory_bytes", 0)
         self.bad_updates = BadUpdates(config.bad_updates, state.get("recent_losses"))
         self.started = time.monotonic() - state.get("seconds", 0.0)
         model = GPT2(
@@ -287,6 +288,7 @@ class Training:
             "tokenizer": self.inputs.data.tokenizer.identity,
             "data": self.inputs.data.directory.name,
             "seconds_by_part": self.meter.state,
+            "peak_memory_bytes": self._peak_memory_bytes(),
             "recent_losses": self.bad_updates.state,
             "loss_scale": self.engine.loss_scale and self.engine.loss_scale.state,
             "seconds": time.monotonic() - self.started,
@@ -295,10 +297,14 @@ class Training:
             "packages": package_versions(),
         }
 
+    def _peak_memory_bytes(self) -> int:
+        """Return the most memory that this process and those before it have had in use."""
+        return max(peak_memory_bytes(self.engine.device), self.earlier_peak_bytes)
+
     def _sum_up(self, totals: LossTotals, sample: str | None) -> None:
         """Write summary.json and print how it ended."""
         unigram = distributed.run_on_main(self.inputs.unigram_loss)
-        peak_bytes = max(distributed.gather_objects(peak_memory_bytes(self.engine.device)))
+        peak_bytes = max(distributed.gather_objects(self._peak_memory_bytes()))
         if self.log is None:
             return
         model, length = self.engine.objective.model, self.plan.context_length
