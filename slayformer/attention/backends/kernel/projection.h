@@ -2,7 +2,7 @@
 #pragma once
 
 #include "problem.h"
-#include "vector.h"
+#include "product.h"
 
 namespace slay {
 

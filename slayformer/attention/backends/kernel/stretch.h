@@ -10,7 +10,7 @@ class Stretch : public Tokens {
   Stretch(const Problem& problem, const Map& map, bool is_backward)
       : Tokens(problem, map, is_backward),
         has_state_(problem.has_past || problem.has_future || problem.chunk < problem.length),
-        expansion_(map, problem.value_width, has_state_ ? problem.chunk : 0) {
+        expansion_(map, problem.value_width, has_state_ ? problem.chunk : 0, problem.is_bf16) {
     if (!has_state_) return;
     state_ = take(map.features * lds_);
     state_ones_ = take(map.features);
@@ -83,7 +83,7 @@ class Stretch : public Tokens {
       load_keys(chunk);
       load_key_rows(chunk);
       project_queries(chunk);
-      load_d_sums(chunk);
+      load_d_sums(chunk, false);
       std::fill_n(keys_.d_f, map_.columns * ldk_, 0.0f);
       std::fill_n(keys_.d_near, problem_.near_width * ldk_, 0.0f);
       std::fill_n(keys_.d_values, keys_.count * lds_, 0.0f);
@@ -113,7 +113,7 @@ class Stretch : public Tokens {
     for (Index i = last - 1; i >= first; --i) {
       const Chunk chunk = cut(i);
       keeps = keeps && chunk.keeps;
-      load_d_sums(chunk);
+      load_d_sums(chunk, expansion_.is_half());
       leave(chunk);
     }
     return keeps;
@@ -129,7 +129,7 @@ class Stretch : public Tokens {
         pull_keys(chunk);
       }
       if (!chunk.has_past) continue;
-      load_d_sums(chunk);
+      load_d_sums(chunk, expansion_.is_half());
       leave(chunk);
     }
   }
@@ -156,6 +156,7 @@ class Stretch : public Tokens {
 
   void pull_queries(const Chunk& chunk) {
     load_query_columns(chunk);
+    if (expansion_.is_half()) load_d_sums(chunk, true);
     transpose(chunk.count, problem_.value_width, sums_, lds_, sums_by_query_, ldq_);
     expansion_.pull(query_f_, ldq_, chunk.reads, state_, state_ones_, sums_by_query_, ldq_,
                     normaliser_, d_columns_);

@@ -274,8 +274,9 @@ class Tokens {
     }
   }
 
-  // gradients of the sums and of the normaliser into the places of both
-  void load_d_sums(const Chunk& chunk) {
+  // gradients of the sums and of the normaliser into the places of both; `is_rounded`: those of the
+  // sums as products with the state will round them, so that the normaliser's fit
+  void load_d_sums(const Chunk& chunk, bool is_rounded) {
     const Index width = problem_.value_width;
     for (Index t = 0; t < chunk.count; ++t) {
       const Index at = chunk.start + t;
@@ -291,10 +292,12 @@ class Tokens {
         const float inverse = 1.0f / (*problem_.normaliser.at<float>(b_, h_, at) + offset());
         Vector weighted{};
         for (Index e = 0; e < lds_; e += LANES) {
-          weighted += load(to + e) * load(row_ + e);
-          store(to + e, load(to + e) * inverse);
+          Vector x = load(to + e) * inverse;
+          if (is_rounded) x = rounded(x);
+          weighted += x * load(row_ + e);
+          store(to + e, x);
         }
-        normaliser_[t] = -sum(weighted) * inverse;
+        normaliser_[t] = -sum(weighted);
       } else {
         normaliser_[t] = *problem_.d_normaliser.at<float>(b_, h_, at);
       }

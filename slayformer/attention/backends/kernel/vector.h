@@ -1,5 +1,5 @@
-// Vectors of floats, and the two things done with them everywhere: products of small matrices and
-// transposes. Written with the compiler's portable vector types; the widths follow the machine.
+// Vectors of floats, and transposes of small matrices. Written with the compiler's portable vector
+// types; the widths follow the machine.
 #pragma once
 
 #include <algorithm>
@@ -115,80 +115,6 @@ inline Vector exponential(Vector x) {
   Vector power;
   std::memcpy(&power, &bits, sizeof power);
   return p * power;
-}
-
-// what becomes of a product C: written, added, squared, squared and added, multiplied onto C
-enum class Into { store, add, square, add_square, multiply };
-
-// C[R][V vectors] from A and B over `depth`; A's element (i, p) is at a[i lda + p] if BY_ROW, else
-// at a[p lda + i]
-template <Index R, Index V, bool BY_ROW, Into INTO>
-inline void tile(Index depth, const float* a, Index lda, const float* b, Index ldb, float* c,
-                 Index ldc) {
-  Vector total[R][V];
-  for (Index i = 0; i < R; ++i)
-    for (Index j = 0; j < V; ++j) total[i][j] = Vector{};
-  for (Index p = 0; p < depth; ++p) {
-    Vector row[V];
-    for (Index j = 0; j < V; ++j) row[j] = load(b + j * LANES);
-    for (Index i = 0; i < R; ++i) {
-      const Vector x = splat(BY_ROW ? a[i * lda] : a[i]);
-      for (Index j = 0; j < V; ++j) total[i][j] += x * row[j];
-    }
-    a += BY_ROW ? 1 : lda;
-    b += ldb;
-  }
-  for (Index i = 0; i < R; ++i)
-    for (Index j = 0; j < V; ++j) {
-      float* to = c + i * ldc + j * LANES;
-      Vector x = total[i][j];
-      if (INTO == Into::square || INTO == Into::add_square) x *= x;
-      if (INTO == Into::add || INTO == Into::add_square) x += load(to);
-      if (INTO == Into::multiply) x *= load(to);
-      store(to, x);
-    }
-}
-
-template <Index V, bool BY_ROW, Into INTO>
-inline void strip(Index rows, Index depth, const float* a, Index lda, const float* b, Index ldb,
-                  float* c, Index ldc) {
-  const Index step = BY_ROW ? lda : 1;
-  Index i = 0;
-  for (; i + ROWS <= rows; i += ROWS)
-    tile<ROWS, V, BY_ROW, INTO>(depth, a + i * step, lda, b, ldb, c + i * ldc, ldc);
-  if (ROWS > 4 && i + 4 <= rows) {
-    tile<4, V, BY_ROW, INTO>(depth, a + i * step, lda, b, ldb, c + i * ldc, ldc);
-    i += 4;
-  }
-  if (i + 2 <= rows) {
-    tile<2, V, BY_ROW, INTO>(depth, a + i * step, lda, b, ldb, c + i * ldc, ldc);
-    i += 2;
-  }
-  if (i < rows) tile<1, V, BY_ROW, INTO>(depth, a + i * step, lda, b, ldb, c + i * ldc, ldc);
-}
-
-template <bool BY_ROW, Into INTO>
-__attribute__((noinline)) void product_as(Index rows, Index columns, Index depth, const float* a,
-                                          Index lda, const float* b, Index ldb, float* c,
-                                          Index ldc) {
-  Index j = 0;
-  for (; j + 2 * LANES <= padded(columns); j += 2 * LANES)
-    strip<2, BY_ROW, INTO>(rows, depth, a, lda, b + j, ldb, c + j, ldc);
-  if (j < columns) strip<1, BY_ROW, INTO>(rows, depth, a, lda, b + j, ldb, c + j, ldc);
-}
-
-// C[rows][columns] = A B: A by rows. B and C are read and written up to padded(columns).
-template <Into INTO>
-inline void product(Index rows, Index columns, Index depth, const float* a, Index lda,
-                    const float* b, Index ldb, float* c, Index ldc) {
-  product_as<true, INTO>(rows, columns, depth, a, lda, b, ldb, c, ldc);
-}
-
-// The same for A given transposed, as [depth][rows].
-template <Into INTO>
-inline void product_of_transposed(Index rows, Index columns, Index depth, const float* a, Index lda,
-                                  const float* b, Index ldb, float* c, Index ldc) {
-  product_as<false, INTO>(rows, columns, depth, a, lda, b, ldb, c, ldc);
 }
 
 // to[j][i] = from[i][j], or += it
