@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import multiprocessing
 import os
+import platform
 import signal
 import stat
 import subprocess
@@ -172,6 +173,37 @@ def test_half_precision(case: str, dtype: torch.dtype) -> None:
     check(case, 800, dtype, head_dim=32, num_heads=1)
 
 
+@pytest.mark.parametrize("case", ["paper", "best"])
+def test_half_precision_of_values_far_from_zero(case: str) -> None:
+    # what the state gives a gradient is then a small difference of large sums
+    q, k, v, weight = draw(1, 1, 800, 32, dtype=torch.bfloat16)
+    tensors = [q, k, (v + 1).bfloat16().double(), weight]
+    compare(
+        case,
+        lambda walk, dtype: results(walk, dtype, tensors),
+        torch.bfloat16,
+        num_heads=1,
+        head_dim=32,
+    )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_half_precision_with_documents_padding_and_states(case: str) -> None:
+    mask = torch.ones(1, 333, dtype=torch.bool)
+    mask[:, -9:] = False
+    options = {"mask": mask, "document_ids": torch.arange(333)[None] // 170}
+    *heads, weight = draw(1, HEADS, 333, WIDTH, dtype=torch.bfloat16)
+    real = mask[:, None, :, None]
+
+    def packed(walk: LinearAttention, dtype: torch.dtype) -> list[Tensor]:
+        y, *gradients = results(walk, dtype, [*heads, weight * real], **options)
+        return [y * real, *gradients]
+
+    compare(case, packed, torch.bfloat16)
+    tensors = [*heads, weight]
+    compare(case, lambda walk, dtype: stepwise(walk, dtype, tensors, [65, 200]), torch.bfloat16)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_padding_documents_and_all_sides(case: str) -> None:
     length = 331
@@ -242,10 +274,13 @@ def test_two_runs_are_bit_equal(case: str, threads: int) -> None:
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
-        one, two = (results(attention, torch.float32, tensors) for _ in range(2))
+        runs = [
+            [results(attention, dtype, tensors) for _ in range(2)]
+            for dtype in (torch.float32, torch.bfloat16)
+        ]
     finally:
         torch.set_num_threads(before)
-    assert all(torch.equal(x, y) for x, y in zip(one, two, strict=True))
+    assert all(torch.equal(x, y) for one, two in runs for x, y in zip(one, two, strict=True))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -370,8 +405,30 @@ def test_without_a_compiler_torch_takes_over_with_one_warning(
         make("best", "cpu")(q, k, v)
 
 
+def run_tests(chosen: str, environment: dict[str, str]) -> None:
+    """Run tests of this file on another build of the library."""
+    command = [sys.executable, "-m", "pytest", "-qx", "-m", "not slow", "-k", chosen, __file__]
+    run = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+
+
+another_build = pytest.mark.skipif(
+    build.FLAGS_VARIABLE in os.environ, reason="this is the run on another build"
+)
+
+
 @pytest.mark.slow
-@pytest.mark.skipif(build.FLAGS_VARIABLE in os.environ, reason="this is the sanitizers' run")
+@another_build
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="these are an x86 compiler's flags")
+@pytest.mark.parametrize("flags", ["-mno-avx512bf16", "-mno-avx512f", "-mno-avx"])
+def test_processors_that_know_less(flags: str) -> None:
+    run_tests("widths or half", {build.FLAGS_VARIABLE: flags})
+
+
+@pytest.mark.slow
+@another_build
 def test_the_sanitizers_find_nothing() -> None:
     """The fast tests of this file on a build with AddressSanitizer and UBSan."""
     runtime = [
@@ -380,12 +437,8 @@ def test_the_sanitizers_find_nothing() -> None:
     ]
     flags = "-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all"
     environment = {
-        **os.environ,
         build.FLAGS_VARIABLE: flags,
         "LD_PRELOAD": " ".join(path.strip() for path in runtime),
         "ASAN_OPTIONS": "detect_leaks=0",
     }
-    chosen = "covered or widths or half or padding or states or strides or stretches"
-    command = [sys.executable, "-m", "pytest", "-qx", "-m", "not slow", "-k", chosen, __file__]
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+    run_tests("covered or widths or half or padding or states or strides or stretches", environment)

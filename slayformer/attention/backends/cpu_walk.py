@@ -142,7 +142,7 @@ class Pass:
     def _cut(self, features: int, score_width: int) -> None:
         """Choose chunks, and stretches of them if there are fewer heads than threads."""
         problem, walk = self.problem, self.call.walk
-        problem.chunk = _chunk(walk, score_width, features, problem.value_width)
+        problem.chunk = _chunk(walk, score_width, features * problem.value_width, problem.is_bf16)
         chunks = -(-walk.length // problem.chunk)
         heads, threads = problem.batch * problem.heads, torch.get_num_threads()
         if heads < threads and chunks > 1:
@@ -170,9 +170,12 @@ class Pass:
                 setattr(self.problem, name, self.kept[-1].data_ptr())
 
     def place_gradients(
-        self, parameters: Sequence[Tensor | None], d_given: list[Tensor]
+        self, parameters: Sequence[Tensor | None], d_given: list[Tensor], is_trained: bool
     ) -> Callable[[], list[Tensor | None]]:
-        """Tell where gradients go; return what gives those of ε, W, b and the scales afterwards."""
+        """Tell where gradients go; return what gives those of ε, W, b and the scales afterwards.
+
+        `is_trained`: whether those of W, b or the scales are wanted.
+        """
         problem, half = self.problem, len(d_given) // 2
         epsilon, weight, bias, *scales = parameters
         places = (problem.batch, problem.heads, problem.segments)
@@ -190,12 +193,15 @@ class Pass:
                 problem.d_near_query = Rows.of(d_given[half - 1])
                 problem.d_near_key = Rows.of(d_given[-1])
             return lambda: [of_epsilon(), None, None, None, None]
+        for projection, d in zip(self.projections, d_given, strict=True):
+            projection.d_x = Rows.of(d)
+        if not is_trained:
+            return lambda: [of_epsilon(), None, None, None, None]
         # of queries and of keys
         d_weight = torch.empty(2, *places, *weight.shape[1:])
         d_bias = torch.empty(2, *places, *bias.shape[1:])
         d_scale = torch.empty(2, *places)
         for i, projection in enumerate(self.projections):
-            projection.d_x = Rows.of(d_given[i])
             projection.d_weight, projection.d_bias = d_weight[i].data_ptr(), d_bias[i].data_ptr()
             projection.d_scale = d_scale[i].data_ptr()
 
@@ -211,7 +217,7 @@ class Pass:
         return gradients
 
 
-def _chunk(walk: Walk, score_width: int, features: int, value_width: int) -> int:
+def _chunk(walk: Walk, score_width: int, state_size: int, is_bf16: bool) -> int:
     """Return how many queries a chunk has.
 
     Without a state around it, one chunk saves the way through the state, whose price does not
@@ -223,7 +229,8 @@ def _chunk(walk: Walk, score_width: int, features: int, value_width: int) -> int
         chunk = walk.local_size * max(1, CHUNK // walk.local_size)
     length = max(1, walk.length)
     if not (walk.has_past or walk.has_future):
-        state = 2 * features * value_width
+        # read and written, in bf16 at half the price
+        state = state_size * (1 if is_bf16 else 2)
         if length * score_width / 2 <= state + chunk * score_width:
             return length
     return min(chunk, length)
@@ -321,7 +328,9 @@ class _Walked(torch.autograd.Function):
             # neighbouring stretches would both write the keys between them
             problem.segments = 1
         d_given = [torch.empty_like(x, dtype=torch.float32) for x in given]
-        d_parameters = one.place_gradients(parameters, d_given)
+        # of W, b and the scales
+        is_trained = any(ctx.needs_input_grad[4:8])
+        d_parameters = one.place_gradients(parameters, d_given, is_trained)
         engine.run(problem, backward=True)
         return (
             None,

@@ -5,9 +5,8 @@
 #pragma once
 
 #include <algorithm>
-#include <vector>
 
-#include "problem.h"
+#include "map.h"
 #include "product.h"
 
 namespace slay {
@@ -15,61 +14,10 @@ namespace slay {
 // features expanded at a time: a slice of them and of the state stays in the nearest cache
 constexpr Index SLICE = 64;
 
-// columns whose inner product is a score, or a part of one
-struct Term {
-  Index part, offset, column, padded_column, width;
-  bool is_squared;
-};
-
-// factor · F[first] · F[second], or without a second column factor · F[first]
-struct Feature {
-  Index first, second;
-  float factor;
-};
-
-// The layout of the factors and of the features made of them.
-struct Map {
-  std::vector<Term> terms;
-  Term factor{};
-  std::vector<Feature> left;
-  Index columns = 0, padded_columns = 0, features = 0;
-  // whether the left features are columns of F as they stand
-  bool is_plain = true;
-
-  explicit Map(const Problem& problem) {
-    for (Index p = 0; p < problem.parts; ++p) {
-      const Part& part = problem.part[p];
-      const Index width = part.kind == SQUARES ? part.block : part.width;
-      for (Index offset = 0; offset < part.width; offset += width) {
-        const Term term{p, offset, columns, padded_columns, width, part.kind == SQUARES};
-        if (part.kind == FACTOR) {
-          factor = term;
-        } else {
-          terms.push_back(term);
-          add_left(term);
-        }
-        columns += width;
-        padded_columns += padded(width);
-      }
-    }
-    features = static_cast<Index>(left.size()) * std::max<Index>(factor.width, 1);
-  }
-
- private:
-  void add_left(const Term& term) {
-    is_plain = is_plain && !term.is_squared && term.column == static_cast<Index>(left.size());
-    for (Index i = 0; i < term.width; ++i) {
-      if (!term.is_squared) left.push_back({term.column + i, -1, 1.0f});
-      for (Index j = i; term.is_squared && j < term.width; ++j)
-        left.push_back({term.column + i, term.column + j, i == j ? 1.0f : std::sqrt(2.0f)});
-    }
-  }
-};
-
 // One stretch of tokens between the factors and the state.
 class Expansion {
  public:
-  // `is_half`: products may take bf16 operands
+  // `is_half`: products may take bf16 operands, if these are faster here
   Expansion(const Map& map, Index value_width, Index most_tokens, bool is_half)
       : map_(map),
         width_(value_width),
@@ -78,20 +26,20 @@ class Expansion {
         slice_(SLICE * ld_),
         centre_(lds_),
         weights_(ld_),
-        products_(is_half) {
+        is_half_(HAS_HALVES && is_half) {
     if (map.factor.width == 0) return;
     const Index left = static_cast<Index>(map.left.size());
     if (!map.is_plain) left_ = Buffer(left * ld_);
     d_left_ = Buffer(left * ld_);
   }
 
-  bool is_half() const { return products_.is_half(); }
+  bool is_half() const { return is_half_; }
 
   // out[token][value] += φᵀS, and for `normaliser` also += φᵀz
   void read(const float* f, Index ld, Index tokens, const float* s, const float* z, float* out,
             float* normaliser) {
     expand_left(f, ld, tokens);
-    if (products_.is_half()) {
+    if (is_half_) {
       read_half(f, ld, tokens, s, z, out, normaliser);
       return;
     }
@@ -112,19 +60,14 @@ class Expansion {
   void write(const float* f, Index ld, Index tokens, const float* values, const float* weights,
              float* s, float* z) {
     expand_left(f, ld, tokens);
-    const Second second = products_.second(tokens, width_, values, lds_);
+    if (is_half_) {
+      write_half(f, ld, tokens, values, weights, s, z);
+      return;
+    }
     for (Index m = 0; m < map_.features; m += SLICE) {
       const Index count = std::min(SLICE, map_.features - m);
-      if (second.halves) {
-        find_sources(f, ld, m, count);
-        const Halves* phi = narrow_slice(tokens, count, weights, z + m);
-        product_as<true, Into::add>(count, width_, pairs(tokens), phi, ld_ / 2, second.halves,
-                                    second.ld, s + m * lds_, lds_);
-        continue;
-      }
       const Slice phi = slice(f, ld, tokens, m, count);
-      product<Into::add>(count, width_, tokens, phi.at, phi.ld, second.plain, second.ld,
-                         s + m * lds_, lds_);
+      product<Into::add>(count, width_, tokens, phi.at, phi.ld, values, lds_, s + m * lds_, lds_);
       for (Index i = 0; i < count; ++i) {
         Vector total{};
         for (Index t = 0; t < tokens; t += LANES)
@@ -141,7 +84,7 @@ class Expansion {
     expand_left(f, ld, tokens);
     const Index left = static_cast<Index>(map_.left.size());
     if (d_left_) std::fill_n(static_cast<float*>(d_left_), left * ld_, 0.0f);
-    if (products_.is_half()) {
+    if (is_half_) {
       pull_half(f, ld, tokens, s, z, x, ldx, weights, d_f);
     } else {
       for (Index m = 0; m < map_.features; m += SLICE) {
@@ -237,7 +180,7 @@ class Expansion {
 
   // pairs of features; sums += φᵀz
   const Halves* weave_slice(Index tokens, Index count, const float* z, float* sums) {
-    Halves* to = halves_.reserve(SLICE / 2 * ld_);
+    Halves* to = first_.reserve(SLICE / 2 * ld_);
     for (Index i = 0; i < count; i += 2) {
       const bool is_pair = i + 1 < count;
       const Source &one = sources_[i], &two = sources_[is_pair ? i + 1 : i];
@@ -251,9 +194,21 @@ class Expansion {
     return to;
   }
 
-  // pairs of tokens; z += φ weights
+  void write_half(const float* f, Index ld, Index tokens, const float* values,
+                  const float* weights, float* s, float* z) {
+    const Halves* second = second_.weave(tokens, width_, values, lds_);
+    for (Index m = 0; m < map_.features; m += SLICE) {
+      const Index count = std::min(SLICE, map_.features - m);
+      find_sources(f, ld, m, count);
+      product_as<true, Into::add>(count, width_, pairs(tokens),
+                                  narrow_slice(tokens, count, weights, z + m), ld_ / 2, second,
+                                  lds_, s + m * lds_, lds_);
+    }
+  }
+
+  // pairs of tokens; z += φ weights, for φ rounded, so that z fits S
   const Halves* narrow_slice(Index tokens, Index count, const float* weights, float* z) {
-    Halves* to = halves_.reserve(SLICE / 2 * ld_);
+    Halves* to = first_.reserve(SLICE / 2 * ld_);
     for (Index i = 0; i < count; ++i) {
       Vector total{};
       for (Index t = 0; t < tokens; t += LANES) {
@@ -272,8 +227,10 @@ class Expansion {
     product_of_transposed<Into::store>(1, width_, map_.features, z, 1, s, lds_, centre_, lds_);
     float squares = 0;
     for (Index m = 0; m < map_.features; ++m) squares += z[m] * z[m];
-    const float inverse = squares > 0 ? 1.0f / squares : 0.0f;
-    for (Index e = 0; e < lds_; e += LANES) store(centre_ + e, load(centre_ + e) * inverse);
+    // without a quotient to be had, there is no centre
+    const bool has_centre = squares > 1e-30f && squares < 1e30f;
+    for (Index e = 0; e < lds_; e += LANES)
+      store(centre_ + e, has_centre ? load(centre_ + e) / squares : Vector{});
   }
 
   Vector centred(const float* s, float z, Index e) const {
@@ -282,7 +239,7 @@ class Expansion {
 
   // pairs of features of S − z μᵀ
   const Halves* weave_centred(Index count, const float* s, const float* z) {
-    Halves* to = centred_.reserve(SLICE / 2 * lds_);
+    Halves* to = second_.reserve(SLICE / 2 * lds_);
     for (Index i = 0; i < count; i += 2)
       for (Index e = 0; e < lds_; e += LANES)
         store_woven(to + i / 2 * lds_ + e, centred(s + i * lds_, z[i], e),
@@ -296,12 +253,12 @@ class Expansion {
     find_centre(s, z);
     std::copy_n(weights, padded(tokens), static_cast<float*>(weights_));
     product<Into::add>(1, tokens, width_, centre_, lds_, x, ldx, weights_, ld_);
-    const Second second = products_.second(width_, tokens, x, ldx);
+    const Halves* second = second_.weave(width_, tokens, x, ldx);
     for (Index m = 0; m < map_.features; m += SLICE) {
       const Index count = std::min(SLICE, map_.features - m);
       product_as<true, Into::store>(count, tokens, pairs(width_),
                                     narrow_centred(count, s + m * lds_, z + m), lds_ / 2,
-                                    second.halves, second.ld, slice_, ld_);
+                                    second, padded(tokens), slice_, ld_);
       find_sources(f, ld, m, count, d_f);
       pull_slice(tokens, count, slice_, z + m, weights_);
     }
@@ -309,7 +266,7 @@ class Expansion {
 
   // pairs of values of S − z μᵀ
   const Halves* narrow_centred(Index count, const float* s, const float* z) {
-    Halves* to = centred_.reserve(SLICE / 2 * lds_);
+    Halves* to = first_.reserve(SLICE / 2 * lds_);
     for (Index i = 0; i < count; ++i)
       for (Index e = 0; e < lds_; e += LANES)
         store_narrow(to + (i * lds_ + e) / 2, centred(s + i * lds_, z[i], e));
@@ -350,8 +307,8 @@ class Expansion {
   const Index width_, lds_, ld_;
   Source sources_[SLICE];
   Buffer slice_, left_, d_left_, centre_, weights_;
-  Products products_;
-  HalfMatrix halves_, centred_;
+  const bool is_half_;
+  HalfMatrix first_, second_;
 };
 
 }  // namespace slay

@@ -41,7 +41,7 @@ inline void store_woven(Halves* to, Vector low, Vector high) {
   store(to, _mm512_permutexvar_epi16(load<__m512i>(order.at), both));
 }
 
-// neighbouring lanes are pairs
+// neighbouring lanes as pairs
 inline void store_narrow(Halves* to, Vector x) { store(to, _mm512_cvtneps_pbh((__m512)x)); }
 
 // the nearest number in bf16
@@ -88,16 +88,6 @@ class HalfMatrix {
         store_woven(to + i / 2 * ld_to + j, low,
                     i + 1 < rows ? load_some(at + ld, columns - j) : Vector{});
       }
-    return to;
-  }
-
-  // pairs within rows: [rows][padded(columns) / 2]
-  const Halves* narrow(Index rows, Index columns, const float* from, Index ld) {
-    const Index ld_to = padded(columns) / 2;
-    Halves* to = reserve(rows * ld_to);
-    for (Index i = 0; i < rows; ++i)
-      for (Index j = 0; j < columns; j += LANES)
-        store_narrow(to + i * ld_to + j / 2, load_some(from + i * ld + j, columns - j));
     return to;
   }
 

@@ -52,7 +52,8 @@ struct Projection {
   double floor;
   // d_x is fp32
   Rows x, d_x;
-  // [heads, width, columns], [heads, columns] and [heads]; gradients: one a head and stretch
+  // [heads, width, columns], [heads, columns] and [heads]; gradients: one a head and stretch, or
+  // null where no parameter is trained
   const float *weight, *bias, *scale;
   float *d_weight, *d_bias, *d_scale;
 };

@@ -1,5 +1,4 @@
-// Products of small matrices: of floats, and with bf16 operands where the processor has their dot
-// products.
+// Products of small matrices, of floats or of numbers in bf16.
 #pragma once
 
 #include "halves.h"
@@ -11,7 +10,7 @@ inline Vector add_product(Vector total, Vector a, Vector b) { return total + a *
 // what becomes of a product C: written, added, squared, squared and added, multiplied onto C
 enum class Into { store, add, square, add_square, multiply };
 
-// C[R][V vectors] from A and B over `depth`; A's element (i, p) is at a[i lda + p] if BY_ROW, else
+// C[R][V vectors] from A and B over `depth`, in pairs if they are halves; A's element (i, p) is at a[i lda + p] if BY_ROW, else
 // at a[p lda + i]
 template <Index R, Index V, bool BY_ROW, Into INTO, class Number>
 inline void tile(Index depth, const Number* a, Index lda, const Number* b, Index ldb, float* c,
@@ -81,51 +80,5 @@ inline void product_of_transposed(Index rows, Index columns, Index depth, const 
                                   const float* b, Index ldb, float* c, Index ldc) {
   product_as<false, INTO>(rows, columns, depth, a, lda, b, ldb, c, ldc);
 }
-
-// The second operand of products, made ready once for several of them.
-struct Second {
-  const float* plain;
-  Index ld;
-  const Halves* halves;
-};
-
-// Products whose operands are rounded to bf16 first, if `is_half` and if that is faster here; sums
-// are fp32 all the same.
-class Products {
- public:
-  explicit Products(bool is_half) : is_half_(is_half) {}
-
-  bool is_half() const { return HAS_HALVES && is_half_; }
-
-  // B [depth][columns]; good until the next one
-  Second second(Index depth, Index columns, const float* b, Index ldb) {
-    if (!is_half()) return {b, ldb, nullptr};
-    return {nullptr, padded(columns), second_.weave(depth, columns, b, ldb)};
-  }
-
-  template <Into INTO>
-  void by_row(Index rows, Index columns, Index depth, const float* a, Index lda, const Second& b,
-              float* c, Index ldc) {
-    if (is_half())
-      product_as<true, INTO>(rows, columns, pairs(depth), first_.narrow(rows, depth, a, lda),
-                             padded(depth) / 2, b.halves, b.ld, c, ldc);
-    else
-      product<INTO>(rows, columns, depth, a, lda, b.plain, b.ld, c, ldc);
-  }
-
-  template <Into INTO>
-  void of_transposed(Index rows, Index columns, Index depth, const float* a, Index lda,
-                     const Second& b, float* c, Index ldc) {
-    if (is_half())
-      product_as<false, INTO>(rows, columns, pairs(depth), first_.weave(depth, rows, a, lda),
-                              padded(rows), b.halves, b.ld, c, ldc);
-    else
-      product_of_transposed<INTO>(rows, columns, depth, a, lda, b.plain, b.ld, c, ldc);
-  }
-
- private:
-  bool is_half_;
-  HalfMatrix first_, second_;
-};
 
 }  // namespace slay

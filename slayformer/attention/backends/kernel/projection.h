@@ -88,15 +88,11 @@ class Projector {
         float* d = d_product_ + i * ldz_;
         deactivate(z + i * ldz_, d_row + i * ld_, d);
         std::fill(d + p_.columns, d + ldz_, 0.0f);
-        Vector of_scale{};
-        for (Index j = 0; j < ldz_; j += LANES) {
-          store(d_bias_ + j, load(d_bias_ + j) + load(d + j));
-          of_scale += load(d + j) * load(z + i * ldz_ + j) * load(is_scaled_ + j);
-        }
-        if (p_.scale) d_scale_ += sum(of_scale);
+        if (p_.d_weight) add_d_bias(z + i * ldz_, d);
       }
-      product_of_transposed<Into::add>(p_.width, p_.columns, some, unit_ + place * ldu_, ldu_,
-                                       d_product_, ldz_, d_weight_, ldz_);
+      if (p_.d_weight)
+        product_of_transposed<Into::add>(p_.width, p_.columns, some, unit_ + place * ldu_, ldu_,
+                                         d_product_, ldz_, d_weight_, ldz_);
       product<Into::store>(some, p_.width, p_.columns, d_product_, ldz_, weight_by_column_, ldu_,
                            d_unit_, ldu_);
       for (Index i = 0; i < some; ++i) {
@@ -106,8 +102,9 @@ class Projector {
     }
   }
 
-  // put the parameters' gradients into place `slot`
+  // put the parameters' gradients, if they are wanted, into place `slot`
   void finish(Index slot) const {
+    if (!p_.d_weight) return;
     float *d_weight = p_.d_weight + slot * p_.width * p_.columns,
           *d_bias = p_.d_bias + slot * p_.columns;
     if (p_.scale) {
@@ -222,6 +219,16 @@ class Projector {
       to += n + gate_count;
       d += n;
     }
+  }
+
+  // what a token's gradient of z adds to those of bias and scale
+  void add_d_bias(const float* z, const float* d) {
+    Vector of_scale{};
+    for (Index j = 0; j < ldz_; j += LANES) {
+      store(d_bias_ + j, load(d_bias_ + j) + load(d + j));
+      of_scale += load(d + j) * load(z + j) * load(is_scaled_ + j);
+    }
+    if (p_.scale) d_scale_ += sum(of_scale);
   }
 
   // dx = (dû − û (û·dû))/‖x‖
