@@ -151,8 +151,10 @@ class Expansion {
   Slice slice(const float* f, Index ld, Index tokens, Index start, Index count) {
     if (map_.factor.width == 0 && map_.is_plain) return {f + start * ld, ld};
     find_sources(f, ld, start, count);
-    for (Index i = 0; i < count; ++i)
-      for (Index t = 0; t < tokens; t += LANES) store(slice_ + i * ld_ + t, sources_[i].at(t));
+    for (Index i = 0; i < count; ++i) {
+      const Source source = sources_[i];
+      for (Index t = 0; t < tokens; t += LANES) store(slice_ + i * ld_ + t, source.at(t));
+    }
     return {slice_, ld_};
   }
 
@@ -183,12 +185,12 @@ class Expansion {
     Halves* to = first_.reserve(SLICE / 2 * ld_);
     for (Index i = 0; i < count; i += 2) {
       const bool is_pair = i + 1 < count;
-      const Source &one = sources_[i], &two = sources_[is_pair ? i + 1 : i];
-      const float z_two = is_pair ? z[i + 1] : 0.0f;
+      const Source one = sources_[i], two = sources_[is_pair ? i + 1 : i];
+      const float z_one = z[i], z_two = is_pair ? z[i + 1] : 0.0f;
       for (Index t = 0; t < tokens; t += LANES) {
         const Vector low = one.at(t), high = is_pair ? two.at(t) : Vector{};
         store_woven(to + i / 2 * ld_ + t, low, high);
-        store(sums + t, load(sums + t) + low * z[i] + high * z_two);
+        store(sums + t, load(sums + t) + low * z_one + high * z_two);
       }
     }
     return to;
@@ -210,9 +212,10 @@ class Expansion {
   const Halves* narrow_slice(Index tokens, Index count, const float* weights, float* z) {
     Halves* to = first_.reserve(SLICE / 2 * ld_);
     for (Index i = 0; i < count; ++i) {
+      const Source source = sources_[i];
       Vector total{};
       for (Index t = 0; t < tokens; t += LANES) {
-        const Vector phi = sources_[i].at(t);
+        const Vector phi = source.at(t);
         store_narrow(to + (i * ld_ + t) / 2, phi);
         total += rounded(phi) * load(weights + t);
       }
