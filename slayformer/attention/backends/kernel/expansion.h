@@ -116,7 +116,9 @@ class Expansion {
 
     Vector at(Index t) const {
       const Vector x = load(first + t);
-      return second ? x * load(second + t) * factor : x;
+      if (!second) return x;
+      // most factors are 1
+      return factor == 1.0f ? x * load(second + t) : x * load(second + t) * factor;
     }
   };
 
