@@ -212,7 +212,7 @@ def test_checkpoint_fits_only_what_it_was_saved_for(
     fits()
     fits("budget.updates=10", "optimizer.learning_rate=1", "batch.micro_samples=2")
     for overrides, message in {
-        ("model.width=64",): "model.width=32, which is not 64; to go on give model.width=32",
+        ("model.width=64",): "model.width=32, which is not 64; to go on give the run.s own",
         ("attention=softmax",): "with attention=slay, which is not softmax; to go on give",
         ("attention.nodes=2",): "saved with attention.nodes=3, which is not 2",
         ("tokenizer=gpt2",): "saved with tokenizer=bytes, which is not gpt2",
