@@ -1,7 +1,7 @@
-"""A control, not a contender: softmax with a learned factor on the keys of earlier chunks.
+"""A control, not a contender: softmax with a learned factor on far keys.
 
-It gives softmax the locality prior that mechanisms with `local=chunk` have, so that a comparison
-can tell the prior from the mechanism.
+It gives softmax the locality prior that mechanisms with `local=chunk` or `local=window` have, so
+that a comparison can tell the prior from the mechanism.
 """
 
 from __future__ import annotations
@@ -14,20 +14,24 @@ from torch import Tensor
 
 from slayformer.attention.base import SCALAR_LEARNING_RATE, mechanism_parameter
 from slayformer.attention.quadratic import QuadraticAttention
-from slayformer.config import AttentionConfig, positive
+from slayformer.config import AttentionConfig, one_of, positive
 from slayformer.registry import register_attention
 
 
 @dataclass(kw_only=True)
 class SoftmaxChunkFactorConfig(AttentionConfig):
-    """Chunks are stretches of `chunk_size` positions, counted from the document's start."""
+    """Far are keys of earlier chunks, or those `chunk_size` positions back and more (`window`).
+
+    Chunks are stretches of `chunk_size` positions, counted from the document's start.
+    """
 
     chunk_size: int = positive()
+    local: str = one_of("chunk", "window", default="chunk")
 
 
 @register_attention("softmax_chunk_factor", SoftmaxChunkFactorConfig)
 class SoftmaxChunkFactorAttention(QuadraticAttention):
-    """softmax(q·k/√D + f_h [key in an earlier chunk]), the log factor f_h starting at 0."""
+    """softmax(q·k/√D + f_h [key is far]), the log factor f_h starting at 0."""
 
     normalization = "softmax"
     control = True
@@ -42,10 +46,13 @@ class SoftmaxChunkFactorAttention(QuadraticAttention):
         return q_BHTD @ k_BHSD.mT * self.head_dim**-0.5
 
     def position_scores(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
-        """Return the log factor where the key's chunk is not the query's, else 0."""
+        """Return the log factor where the key is far from the query, else 0."""
         size = self.config.chunk_size
-        far = (query_positions // size != key_positions // size)[:, None]
-        return far * self.log_far_factor
+        if self.config.local == "chunk":
+            far = query_positions // size != key_positions // size
+        else:
+            far = (query_positions - key_positions).abs() >= size
+        return far[:, None] * self.log_far_factor
 
     def score_flops(self) -> int:
         """Return the product, the scale, the factor and the exponential."""

@@ -181,12 +181,16 @@ def test_yat_spherical(qkv):
     assert learned.log_epsilon.grad.abs().min() > 0
 
 
-def test_softmax_chunk_factor(qkv):
+@pytest.mark.parametrize("local", ["chunk", "window"])
+def test_softmax_chunk_factor(qkv, local):
     q, k, v = qkv
-    attention = build("softmax_chunk_factor", chunk_size=16).double()
+    attention = build("softmax_chunk_factor", chunk_size=16, local=local).double()
     torch.nn.init.constant_(attention.log_far_factor, math.log(0.3))
-    chunk = torch.arange(LENGTH) // 16
-    factor = torch.where(chunk[:, None] == chunk[None], 1.0, 0.3).double()
+    place = torch.arange(LENGTH)
+    near = place[:, None] // 16 == place // 16
+    if local == "window":
+        near = place[:, None] - place < 16
+    factor = torch.where(near, 1.0, 0.3).double()
     kernel = torch.exp(q @ k.mT / math.sqrt(WIDTH)) * factor
     y, _ = attention(*qkv)
     torch.testing.assert_close(y, normalised(kernel, v), rtol=1e-6, atol=1e-6)
