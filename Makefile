@@ -29,7 +29,7 @@ paper: .venv/installed ## compute the paper's tables and figures; ARGS="items=[f
 	@$(VENV_PYTHON) scripts/paper.py $(ARGS)
 
 test: .venv/installed ## run every test; ARGS="-k shards" chooses
-	@echo "Testing: every test, about 20 minutes on 2 cores (those that need a GPU are skipped without one)"
+	@echo "Testing: every test, about 16 minutes on 2 cores (those that need a GPU are skipped without one)"
 	@$(PYTEST) $(ARGS)
 
 check: lint ## lint, types and the fast tests
