@@ -169,6 +169,12 @@ class Pass:
                 self.kept.append(x.contiguous())
                 setattr(self.problem, name, self.kept[-1].data_ptr())
 
+    def _knows_d_far(self) -> bool:
+        """Whether the gradient of a factor of all far scores follows from that of the near ones."""
+        call, walk = self.call, self.call.walk
+        is_whole = call.offset_H is not None and not (walk.has_past or walk.has_future)
+        return is_whole and call.near_kind == engine.YAT
+
     def place_gradients(
         self, parameters: Sequence[Tensor | None], d_given: list[Tensor], is_trained: bool
     ) -> Callable[[], list[Tensor | None]]:
@@ -179,8 +185,8 @@ class Pass:
         problem, half = self.problem, len(d_given) // 2
         epsilon, weight, bias, *scales = parameters
         places = (problem.batch, problem.heads, problem.segments)
-        d_epsilon = torch.zeros(places, dtype=torch.float64)
-        problem.d_epsilon = d_epsilon.data_ptr()
+        d_epsilon, d_far = torch.zeros(2, *places, dtype=torch.float64)
+        problem.d_epsilon, problem.d_far = d_epsilon.data_ptr(), d_far.data_ptr()
 
         def of_epsilon() -> Tensor | None:
             return None if epsilon is None else d_epsilon.sum(dim=(0, 2)).to(epsilon.dtype)
@@ -207,6 +213,10 @@ class Pass:
 
         def gradients() -> list[Tensor | None]:
             of_scales = d_scale.sum(dim=(1, 3))
+            if self._knows_d_far():
+                # far scores grow with the square of the queries' scale
+                assert scales[0] is not None
+                of_scales[0] = 2 * d_far.sum(dim=(0, 2)) / scales[0]
             return [
                 of_epsilon(),
                 d_weight.sum(dim=(0, 1, 3)),

@@ -55,7 +55,7 @@ class Problem(Structure):
         *_fields(c_void_p, "query_projection key_projection"),
         *_fields(c_int64, "near_kind near_rule near_size near_width"),
         *_fields(Rows, "near_query near_key d_near_query d_near_key"),
-        *_fields(c_void_p, "epsilon near_scale offset d_epsilon"),
+        *_fields(c_void_p, "epsilon near_scale offset d_epsilon d_far"),
         *_fields(Rows, "value d_value output d_output normaliser d_normaliser"),
         *_fields(c_void_p, "memory d_memory_after memory_after d_memory"),
         *_fields(c_void_p, "query_positions key_positions query_documents key_documents"),

@@ -107,6 +107,9 @@ class Pairs {
 
   double d_epsilon() const { return d_epsilon_; }
 
+  // the gradient of the logarithm of a factor of all near scores
+  double d_near() const { return d_near_; }
+
  private:
   enum Nearness { FAR, NEAR, MIXED };
 
@@ -227,7 +230,7 @@ class Pairs {
   void near_backward(const Queries& queries, const Keys& keys, Index start, Index count) {
     near_products(queries, keys, start, count);
     const Vector limit = splat(problem_.near_kind == YAT ? 1.0f : LARGEST_SCORE);
-    Vector d_epsilon{};
+    Vector d_epsilon{}, d_near{};
     each(queries.count, count, [&](Index at, Index) {
       const Vector x = load(products_ + at), score = kernel(x);
       Vector d_score = load(d_scores_ + at), slope = score;
@@ -237,11 +240,13 @@ class Pairs {
         slope = 2.0f * scale_ * x * inverse * (1.0f + x * inverse);
         d_epsilon -= d_score * score * inverse;
       }
+      d_near += d_score * score;
       slope = x <= limit ? slope : Vector{};
       store(scores_ + at, score);
       store(products_ + at, d_score * slope);
     });
     d_epsilon_ += sum(d_epsilon);
+    d_near_ += sum(d_near);
     const Rows& query = problem_.near_query;
     pull(queries, start, count, products_, query.at<float>(b_, h_, queries.first), query.token,
          problem_.near_width, keys.near_rows + start * padded(problem_.near_width),
@@ -313,7 +318,7 @@ class Pairs {
   const Map& map_;
   const Index b_, h_;
   float c_ = 0, scale_ = 1;
-  double d_epsilon_ = 0;
+  double d_epsilon_ = 0, d_near_ = 0;
   Nearness nearness_ = FAR;
   bool is_masked_ = false;
   alignas(64) float scores_[PANEL * BLOCK], far_scores_[PANEL * BLOCK], d_scores_[PANEL * BLOCK];

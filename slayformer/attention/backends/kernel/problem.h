@@ -69,9 +69,9 @@ struct Problem {
   const Projection *query_projection, *key_projection;
   Index near_kind, near_rule, near_size, near_width;
   Rows near_query, near_key, d_near_query, d_near_key;
-  // one a head; d_epsilon: one a head and stretch
+  // one a head; gradients: one a head and stretch
   const float *epsilon, *near_scale, *offset;
-  double* d_epsilon;
+  double *d_epsilon, *d_far;
   Rows value, d_value, output, d_output;
   Rows normaliser, d_normaliser;
   // [batch, heads, features, value_width + 1]

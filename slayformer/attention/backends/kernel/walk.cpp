@@ -150,8 +150,9 @@ bool backward(const Problem& problem) {
         const Range chunks = range(problem, stretch.chunks(), number);
         const bool is_cut = problem.segments > 1;
         if (stretch.has_state()) stretch.set_state(is_cut ? starts.at(head, number) : before(head));
-        problem.d_epsilon[head * problem.segments + number] =
-            stretch.backward_inside(chunks.first, chunks.last);
+        const Scalars scalars = stretch.backward_inside(chunks.first, chunks.last);
+        problem.d_epsilon[head * problem.segments + number] = scalars.d_epsilon;
+        problem.d_far[head * problem.segments + number] = scalars.d_far;
         if (stretch.has_state()) {
           stretch.set_state(is_cut ? ends.at(head, number) : after(head));
           stretch.backward_through_state(chunks.first, chunks.last);
