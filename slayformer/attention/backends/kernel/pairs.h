@@ -56,8 +56,8 @@ class Pairs {
       const Index count = cut(queries, keys, start), lds = padded(problem_.value_width);
       if (nearness_ != NEAR) far_scores(queries, keys, start, count, scores_);
       if (nearness_ != FAR) {
-        near_products(queries, keys, start, count);
-        each(queries.count, count, [&](Index at, Index) {
+        near_products(queries, keys, start);
+        each_near(queries.count, [&](Index at) {
           const Vector exact = kernel(load(products_ + at));
           store(scores_ + at, nearness_ == NEAR ? exact : blend(at, exact, load(scores_ + at)));
         });
@@ -88,16 +88,17 @@ class Pairs {
                    load(keys.real + start + j) * queries.d_normaliser[at / BLOCK];
         store(d_scores_ + at, is_masked_ ? d * load(visible_ + at) : d);
       });
-      if (nearness_ != FAR) near_backward(queries, keys, start, count);
-      if (nearness_ != NEAR) {
-        float* scores = nearness_ == FAR ? scores_ : far_scores_;
-        far_backward(queries, keys, start, count, scores);
+      float* near_scores = nearness_ == NEAR ? scores_ : near_scores_;
+      if (nearness_ != FAR) near_backward(queries, keys, start, near_scores);
+      if (nearness_ != NEAR) far_backward(queries, keys, start, count, scores_);
+      if (nearness_ == MIXED) {
+        each_near(queries.count, [&](Index at) {
+          store(scores_ + at, blend(at, load(near_scores + at), load(scores_ + at)));
+        });
       }
-      if (nearness_ == MIXED || is_masked_) {
+      if (is_masked_) {
         each(queries.count, count, [&](Index at, Index) {
-          Vector score = load(scores_ + at);
-          if (nearness_ == MIXED) score = blend(at, score, load(far_scores_ + at));
-          store(scores_ + at, is_masked_ ? score * load(visible_ + at) : score);
+          store(scores_ + at, load(scores_ + at) * load(visible_ + at));
         });
       }
       product_of_transposed<Into::add>(count, problem_.value_width, queries.count, scores_, BLOCK,
@@ -119,6 +120,13 @@ class Pairs {
       for (Index j = 0; j < padded(columns); j += LANES) body(i * BLOCK + j, j);
   }
 
+  // pairs of the block's columns that hold near pairs
+  template <class Body>
+  void each_near(Index rows, Body body) const {
+    for (Index i = 0; i < rows; ++i)
+      for (Index j = near_from_; j < near_to_; j += LANES) body(i * BLOCK + j);
+  }
+
   static Index last_seen(const Queries& queries, const Keys& keys) {
     return std::min(keys.count, queries.sees + queries.count - 1);
   }
@@ -127,6 +135,7 @@ class Pairs {
   Index cut(const Queries& queries, const Keys& keys, Index start) {
     const Index count = std::min(BLOCK, last_seen(queries, keys) - start);
     nearness_ = problem_.near_kind == NO_KERNEL ? FAR : NEAR;
+    near_from_ = 0, near_to_ = count;
     if (nearness_ == NEAR && problem_.near_rule != EVERY_PAIR) find_near(queries, keys, start, count);
     bool is_of_one_document = true;
     if (keys.documents) {
@@ -151,7 +160,8 @@ class Pairs {
 
   void find_near(const Queries& queries, const Keys& keys, Index start, Index count) {
     const int32_t reach = static_cast<int32_t>(std::min<Index>(problem_.near_size, INT32_MAX));
-    bool is_any = false, is_all = true;
+    bool is_all = true;
+    near_from_ = count, near_to_ = 0;
     for (Index i = 0; i < queries.count; ++i) {
       const int32_t place = queries.places[i];
       float* row = near_ + i * BLOCK;
@@ -163,11 +173,17 @@ class Pairs {
         row[j] = static_cast<float>(is_near);
         found += is_near;
       }
+      if (found > 0) {
+        Index from = 0, to = count;
+        while (row[from] == 0.0f) ++from;
+        while (row[to - 1] == 0.0f) --to;
+        near_from_ = std::min(near_from_, from / LANES * LANES);
+        near_to_ = std::max(near_to_, to);
+      }
       for (Index j = count; j < padded(count); ++j) row[j] = 0.0f;
-      is_any |= found > 0;
       is_all &= found == count;
     }
-    nearness_ = is_all ? NEAR : is_any ? MIXED : FAR;
+    nearness_ = is_all ? NEAR : near_to_ > 0 ? MIXED : FAR;
   }
 
   Vector blend(Index at, Vector near, Vector far) const {
@@ -209,10 +225,11 @@ class Pairs {
       term_scores<Into::multiply>(queries, keys, start, count, map_.factor, out);
   }
 
-  void near_products(const Queries& queries, const Keys& keys, Index start, Index count) {
-    product<Into::store>(queries.count, count, problem_.near_width,
+  void near_products(const Queries& queries, const Keys& keys, Index start) {
+    product<Into::store>(queries.count, near_to_ - near_from_, problem_.near_width,
                          problem_.near_query.at<float>(b_, h_, queries.first),
-                         problem_.near_query.token, keys.near + start, keys.ld, products_, BLOCK);
+                         problem_.near_query.token, keys.near + start + near_from_, keys.ld,
+                         products_ + near_from_, BLOCK);
   }
 
   // the exact kernel of a product x
@@ -227,11 +244,12 @@ class Pairs {
     return x * x * scale_ / (c_ - 2.0f * x);
   }
 
-  void near_backward(const Queries& queries, const Keys& keys, Index start, Index count) {
-    near_products(queries, keys, start, count);
+  // leaves the near scores in `out`
+  void near_backward(const Queries& queries, const Keys& keys, Index start, float* out) {
+    near_products(queries, keys, start);
     const Vector limit = splat(problem_.near_kind == YAT ? 1.0f : LARGEST_SCORE);
     Vector d_epsilon{}, d_near{};
-    each(queries.count, count, [&](Index at, Index) {
+    each_near(queries.count, [&](Index at) {
       const Vector x = load(products_ + at), score = kernel(x);
       Vector d_score = load(d_scores_ + at), slope = score;
       if (nearness_ == MIXED) d_score *= load(near_ + at);
@@ -242,23 +260,23 @@ class Pairs {
       }
       d_near += d_score * score;
       slope = x <= limit ? slope : Vector{};
-      store(scores_ + at, score);
+      store(out + at, score);
       store(products_ + at, d_score * slope);
     });
     d_epsilon_ += sum(d_epsilon);
     d_near_ += sum(d_near);
     const Rows& query = problem_.near_query;
-    pull(queries, start, count, products_, query.at<float>(b_, h_, queries.first), query.token,
-         problem_.near_width, keys.near_rows + start * padded(problem_.near_width),
-         padded(problem_.near_width), queries.d_near, padded(problem_.near_width), keys.d_near,
-         keys.ld);
+    const Index first = start + near_from_, ld = padded(problem_.near_width);
+    pull(queries, first, near_to_ - near_from_, products_ + near_from_,
+         query.at<float>(b_, h_, queries.first), query.token, problem_.near_width,
+         keys.near_rows + first * ld, ld, queries.d_near, ld, keys.d_near, keys.ld);
   }
 
   // leaves the far scores in `out`; `d_scores_` is used up
   void far_backward(const Queries& queries, const Keys& keys, Index start, Index count,
                     float* out) {
     if (nearness_ == MIXED) {
-      each(queries.count, count, [&](Index at, Index) {
+      each_near(queries.count, [&](Index at) {
         store(d_scores_ + at, load(d_scores_ + at) * (1.0f - load(near_ + at)));
       });
     }
@@ -321,7 +339,9 @@ class Pairs {
   double d_epsilon_ = 0, d_near_ = 0;
   Nearness nearness_ = FAR;
   bool is_masked_ = false;
-  alignas(64) float scores_[PANEL * BLOCK], far_scores_[PANEL * BLOCK], d_scores_[PANEL * BLOCK];
+  // columns of the block between which all near pairs lie; the first is a multiple of LANES
+  Index near_from_ = 0, near_to_ = 0;
+  alignas(64) float scores_[PANEL * BLOCK], near_scores_[PANEL * BLOCK], d_scores_[PANEL * BLOCK];
   alignas(64) float products_[PANEL * BLOCK], near_[PANEL * BLOCK], visible_[PANEL * BLOCK];
 };
 
