@@ -34,6 +34,7 @@ from slayformer.attention.base import (
 from slayformer.attention.features import Features
 from slayformer.attention.fixed import Fixed, Prepared
 from slayformer.attention.near import NearKernel
+from slayformer.attention.padding import documents_in_order, in_order, padding_first
 from slayformer.attention.projection import Projection
 from slayformer.attention.walk import Keys, Walk
 
@@ -312,6 +313,21 @@ class LinearAttention(Attention):
                 torch.cat([recent.mask_BW, real], dim=1),
                 None if documents is None else torch.cat([recent.document_BW, documents], dim=1),
             )
+        walked_positions, walked_documents, order = positions, documents, None
+        if lag and mask is not None:
+            # the lag counts places, and padding is none: its place is before all, where it counts
+            # to the document in the state
+            assert keys.mask_BS is not None
+            order, key_order = padding_first(mask), padding_first(keys.mask_BS)
+            q, k, v = in_order(q, order, 2), in_order(k, key_order, 2), in_order(v, key_order, 2)
+            of_padding = before.memory_document_B
+            walked_positions = in_order(positions, order, 1)
+            walked_documents = documents_in_order(documents, mask, order, of_padding)
+            keys = Keys(
+                in_order(keys.positions_BS, key_order, 1),
+                in_order(keys.mask_BS, key_order, 1),
+                documents_in_order(keys.documents_BS, keys.mask_BS, key_order, of_padding),
+            )
         walk = Walk(
             feature_map=self.feature_map,
             projection=prepared.projection,
@@ -319,8 +335,8 @@ class LinearAttention(Attention):
             is_near=self.is_near if lag or (aligned and chunk > self.local_size) else None,
             local=self.local,
             local_size=self.local_size,
-            positions_BT=positions,
-            documents_BT=documents,
+            positions_BT=walked_positions,
+            documents_BT=walked_documents,
             keys=keys,
             first_document_B=before.memory_document_B,
             lag=lag,
@@ -335,6 +351,8 @@ class LinearAttention(Attention):
         result, memory = attend(
             self.config.backend, walk, q, k, v, memory, prepared.tensors, offset
         )
+        if order is not None:
+            result = in_order(result, order.argsort(dim=1), 2)
         if not continues:
             return result, before
         return result, self._after(before, memory, k, v, keys, documents, positions)

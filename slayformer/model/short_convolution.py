@@ -11,18 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from slayformer.attention.base import real_document_ids
+from slayformer.attention.padding import in_order, padding_first
 
 
 @dataclass(frozen=True)
 class ConvolutionState:
-    """The last K inputs, zero where there was none, and the documents they belong to."""
+    """The last K inputs and the documents they belong to; zeros of document -1 where there are fewer."""
 
     inputs_BKC: Tensor
     documents_BK: Tensor
 
 
 class ShortConvolution(nn.Module):
-    """y_t = Σ_j w_j x_{t−j} over j < width, within one document, padding counted as zero.
+    """y_t = Σ_j w_j x_{t−j} over j < width, within one document, padding left out.
 
     Starts as the identity: w_0 = 1, all else 0.
     """
@@ -52,8 +53,6 @@ class ShortConvolution(nn.Module):
         """Return (y of the shape of x, the new state or None if `state` is None)."""
         batch_size, length, _ = x_BTC.shape
         before = state or self.init_state(batch_size, x_BTC.device)
-        if mask is not None:
-            x_BTC = x_BTC * mask[..., None]
         inputs = torch.cat([before.inputs_BKC.to(x_BTC.dtype), x_BTC], dim=1)
         documents = real_document_ids(mask, document_ids, before.documents_BK[:, -1])
         if documents is None:
@@ -61,11 +60,17 @@ class ShortConvolution(nn.Module):
             documents = before.documents_BK[:, -1:].clamp_min(0).expand(-1, length)
         documents = torch.cat([before.documents_BK, documents], dim=1)
         remembered = self.width - 1
+        if mask is not None:
+            real = torch.cat([torch.ones_like(mask[:, :1]).expand(-1, remembered), mask], dim=1)
+            order = padding_first(real)
+            inputs, documents = in_order(inputs, order, 1), in_order(documents, order, 1)
         y_BTC = torch.zeros_like(x_BTC)
         for back in range(self.width):
             span = slice(remembered - back, remembered - back + length)
             same = documents[:, span] == documents[:, remembered:]
             y_BTC = y_BTC + self.weight[back].to(x_BTC.dtype) * inputs[:, span] * same[..., None]
+        if mask is not None:
+            y_BTC = in_order(y_BTC, padding_first(mask).argsort(dim=1), 1)
         if state is None:
             return y_BTC, None
         kept = slice(inputs.shape[1] - remembered, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import pairwise
 
 import pytest
 import torch
@@ -105,6 +106,27 @@ def test_left_padding_equals_the_row_alone_prefill_and_steps(name, convolution):
         for row, start in enumerate((0, 3, 7)):
             alone, _ = model(ids[row : row + 1, start:])
             torch.testing.assert_close(hidden[row, start:], alone[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "convolution"), CASES)
+def test_padding_anywhere_equals_the_row_without_it(name, convolution):
+    model = build(name, short_convolution=convolution)
+    ids = torch.randint(0, 301, (4, 40), generator=torch.Generator().manual_seed(4))
+    mask = torch.ones(4, 40, dtype=torch.bool)
+    # runs longer than anything reaches back, single ones, at both ends and where pieces meet
+    mask[1, :9] = mask[1, 14:25] = mask[1, 33:] = False
+    mask[2, 1::2] = mask[2, 20:32] = mask[3, 12:20] = False
+    with torch.no_grad():
+        whole, _ = model(ids, mask_BT=mask)
+        states, parts = model.init_states(4), []
+        for start, stop in pairwise((0, 15, 16, 17, 24, 31, 40)):
+            piece = slice(start, stop)
+            hidden, states = model(ids[:, piece], mask_BT=mask[:, piece], states=states)
+            parts.append(hidden)
+        for row, real in enumerate(mask):
+            alone, _ = model(ids[row : row + 1, real])
+            for hidden in (whole, torch.cat(parts, 1)):
+                torch.testing.assert_close(hidden[row, real], alone[0], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("name", "convolution"), CASES)
