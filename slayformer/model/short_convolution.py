@@ -16,7 +16,7 @@ from slayformer.attention.padding import in_order, padding_first
 
 @dataclass(frozen=True)
 class ConvolutionState:
-    """The last K inputs and the documents they belong to; zeros of document -1 where there are fewer."""
+    """The last K inputs and the documents they belong to; zeros of document -1 fill both up."""
 
     inputs_BKC: Tensor
     documents_BK: Tensor
