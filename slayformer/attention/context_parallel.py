@@ -28,7 +28,8 @@ from slayformer.attention.base import (
     token_positions,
     without_autocast,
 )
-from slayformer.attention.linear import LinearAttention, LinearState, RecentKeys
+from slayformer.attention.linear import LinearAttention
+from slayformer.attention.linear_state import LinearState, RecentKeys
 from slayformer.config import ModelConfig
 from slayformer.errors import ConfigError
 from slayformer.model.short_convolution import ConvolutionState, ShortConvolution

@@ -14,7 +14,6 @@ W remembered keys, N = E + 1.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from torch import Tensor
 from slayformer.attention.backends import attend
 from slayformer.attention.base import (
     Attention,
-    Place,
     accumulation_dtype,
     following_positions,
     place_after,
@@ -33,6 +31,7 @@ from slayformer.attention.base import (
 )
 from slayformer.attention.features import Features
 from slayformer.attention.fixed import Fixed, Prepared
+from slayformer.attention.linear_state import LinearState, Shape, no_room
 from slayformer.attention.near import NearKernel
 from slayformer.attention.padding import documents_in_order, in_order, padding_first
 from slayformer.attention.projection import Projection
@@ -41,34 +40,6 @@ from slayformer.attention.walk import Keys, Walk
 CHUNK = 128
 # where near pairs make up the chunk, far ones in it cost more than they save
 ALIGNED_CHUNK = 64
-
-
-@dataclass(frozen=True)
-class RecentKeys:
-    """The last W keys, which have not entered the state yet; slots not filled are masked out."""
-
-    k_BHWD: Tensor
-    v_BHWE: Tensor
-    mask_BW: Tensor
-    document_BW: Tensor
-    position_BW: Tensor
-
-
-@dataclass(frozen=True)
-class LinearState:
-    """Everything a linear mechanism remembers; its size does not depend on the length."""
-
-    # Σ φ(k) [v, 1]ᵀ over one document, fp32, and that document's id
-    memory_BHMN: Tensor
-    memory_document_B: Tensor
-    place: Place
-    recent: RecentKeys
-
-
-def _no_room(device: torch.device | str) -> Callable[..., Tensor]:
-    """Return what makes zeros that take no room and are only read."""
-    zero = torch.zeros((), device=device)
-    return lambda shape, device: zero.expand(shape)
 
 
 class LinearAttention(Attention):
@@ -152,22 +123,15 @@ class LinearAttention(Attention):
         zeros: Callable[..., Tensor],
     ) -> LinearState:
         """Return the state before the first token, its large tensors made by `zeros`."""
-        memory = (batch_size, self.num_heads, self.feature_count, value_dim + 1)
-        recent = (batch_size, self.num_heads, self.local_size)
-        slots = torch.zeros(batch_size, self.local_size, dtype=torch.long, device=device)
-        place = Place.start(batch_size, device)
-        return LinearState(
-            memory_BHMN=zeros(memory, device=device),
-            memory_document_B=place.document_B,
-            place=place,
-            recent=RecentKeys(
-                k_BHWD=zeros((*recent, self.head_dim), device=device),
-                v_BHWE=zeros((*recent, value_dim), device=device),
-                mask_BW=slots.bool(),
-                document_BW=slots - 1,
-                position_BW=slots,
-            ),
+        shape = Shape(
+            batch_size,
+            self.num_heads,
+            self.feature_count,
+            self.local_size,
+            self.head_dim,
+            value_dim,
         )
+        return LinearState.first(shape, device, zeros)
 
     def flops_per_token(self, sequence_length: int) -> int:
         """Return features of q and k, scores one by one, the state read and written."""
@@ -201,7 +165,7 @@ class LinearAttention(Attention):
         batch_size, _, length, _ = q_BHTD.shape
         before = state
         if before is None:
-            zeros = _no_room(q_BHTD.device)
+            zeros = no_room(q_BHTD.device)
             before = self._first_state(batch_size, q_BHTD.device, v_BHTE.shape[-1], zeros)
         documents = real_document_ids(mask, document_ids, before.place.document_B)
         if self.local_size and documents is None and state is not None:
@@ -355,36 +319,5 @@ class LinearAttention(Attention):
             result = in_order(result, order.argsort(dim=1), 2)
         if not continues:
             return result, before
-        return result, self._after(before, memory, k, v, keys, documents, positions)
-
-    def _after(
-        self,
-        before: LinearState,
-        memory: Tensor,
-        k: Tensor,
-        v: Tensor,
-        keys: Keys,
-        documents: Tensor | None,
-        positions: Tensor,
-    ) -> LinearState:
-        """Return the state after a walk over `k` and `v`, earlier keys included."""
-        length = positions.shape[1]
-        memory_document = before.memory_document_B
-        if keys.documents_BS is not None:
-            memory_document = keys.documents_BS[:, length - 1]
-        recent = before.recent
-        if self.local_size:
-            assert keys.mask_BS is not None
-            kept = slice(length, length + self.local_size)
-            recent = RecentKeys(
-                # copies, or the state of a prompt would keep all of its keys and values alive
-                k_BHWD=k[:, :, kept].clone(),
-                v_BHWE=v[:, :, kept].clone(),
-                mask_BW=keys.mask_BS[:, kept],
-                document_BW=recent.document_BW
-                if keys.documents_BS is None
-                else keys.documents_BS[:, kept],
-                position_BW=keys.positions_BS[:, kept],
-            )
         place = place_after(before.place, positions, documents)
-        return LinearState(memory, memory_document, place, recent)
+        return result, before.after(memory, place, k, v, keys)
