@@ -63,11 +63,10 @@ def check_fair(runs: Sequence[Run]) -> None:
 
 def _pairs(run: Run, first: Run) -> list[tuple[str, Any, Any]]:
     """Return (what, value here, value there) of all that has to be equal."""
-    pairs = [
-        (f"plan.{key}", run.plan.get(key), first.plan.get(key))
-        for key in dict.fromkeys([*first.plan, *run.plan])
-    ]
     # a key that one lacks is an option its version did not have
+    pairs = [
+        (f"plan.{key}", run.plan[key], first.plan[key]) for key in first.plan if key in run.plan
+    ]
     pairs += [
         (key, run.config[key], first.config[key])
         for key in first.config.keys() & run.config.keys()

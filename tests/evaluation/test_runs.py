@@ -75,6 +75,7 @@ def test_what_shapes_no_result_may_differ() -> None:
         make_run("c", "linear_elu", attention__epsilon=0.7, data__cache_directory="x"),
         # an option that the version of the first run did not have
         make_run("d", "softmax", model__dropout=0.1, optimizer__z_loss=0.0),
+        replace(make_run("e"), plan={"updates": 4, "context_parallel": 1}),
     ]
     assert find_differences([make_run("a"), *others]) == []
     check_fair([make_run("a"), *others])
