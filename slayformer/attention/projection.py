@@ -8,8 +8,9 @@ Shape suffixes: H heads, D head width, F columns of the product.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 
@@ -27,19 +28,27 @@ class Columns:
     width: int
     block: int = 0
 
+    def scales(self, factor: float) -> list[tuple[int, float]]:
+        """Return counts of the product's columns and what multiplies them to scale the features."""
+        # features of squares are products of two columns
+        is_squared = self.kind == "squares" or self.activation == "square"
+        gates = self.width // self.block if self.activation == "gated" else 0
+        return [(self.width, factor**0.5 if is_squared else factor), (gates, 1.0)]
+
 
 @dataclass(frozen=True)
 class Projection:
-    """û W + b and what becomes of its columns; every column but a `factor`'s can be scaled.
-
-    The scales [H] multiply these columns of the queries' and of the keys' products.
-    """
+    """û W + b and what becomes of its columns."""
 
     weight_HDF: Tensor
     bias_HF: Tensor
     columns: tuple[Columns, ...]
-    query_scale_H: Tensor | None = None
-    key_scale_H: Tensor | None = None
     # of the spherical Yat kernel of near pairs, if there is one
     near_epsilon: Tensor | float | None = None
     near_scale: Tensor | float = 1.0
+
+    def scaled(self, factor: float) -> Projection:
+        """Return the projection whose features are `factor` times these."""
+        scales = [scale for part in self.columns for scale in part.scales(factor)]
+        scale_F = torch.cat([self.bias_HF.new_full((count,), x) for count, x in scales])
+        return replace(self, weight_HDF=self.weight_HDF * scale_F, bias_HF=self.bias_HF * scale_F)

@@ -218,8 +218,9 @@ class SlayAttention(LinearAttention):
         if self.config.fusion == "sketch":
             parts += [self.sketch_polynomial.to(dtype), self.sketch_exponential.to(dtype)]
         if self.local != "none":
-            far_scale = self.log_far_scale.to(dtype).exp()
-            parts += [far_scale, torch.ones_like(far_scale[0, 0, 0]) * self._shrinkage(dtype)]
+            # far scores times a factor, or near ones divided by it: the quotient is the same, and
+            # so the state does not hold the factor
+            parts.append(self._shrinkage(dtype) / self.log_far_scale.to(dtype).exp())
             if self.config.learnable_epsilon:
                 parts.append(self.log_epsilon.to(dtype).exp())
         return tuple(parts)
@@ -237,7 +238,7 @@ class SlayAttention(LinearAttention):
     def feature_map(
         self, x_BHTD: Tensor, *tensors: Tensor, is_query: bool, positions: Tensor
     ) -> Features:
-        """Return the features of x/‖x‖ for the configured fusion; far pairs' scale on queries."""
+        """Return the features of x/‖x‖ for the configured fusion."""
         u_BHTD = unit(x_BHTD)
         rest = list(tensors)
         polynomial = exponential = None
@@ -248,11 +249,7 @@ class SlayAttention(LinearAttention):
         if self.exponential:
             exponential = self.exponential.features(u_BHTD, *rest[:2])
             rest = rest[2:]
-        features = self._fuse(polynomial, exponential, rest)
-        if self.local != "none" and is_query:
-            (far_scale,) = rest[:1]
-            features = features.scaled(far_scale)
-        return features
+        return self._fuse(polynomial, exponential, rest)
 
     def projection(self, *tensors: Tensor) -> Projection | None:
         """Return the map as activations of one product, where it is such a map."""
@@ -264,7 +261,6 @@ class SlayAttention(LinearAttention):
         if joined is None:
             return None
         rest = list(tensors[count:])
-        key_scale = query_scale = None
         if self.exponential:
             weight_HDF, bias_H1F = rest[:2]
             rest = rest[2:]
@@ -275,22 +271,13 @@ class SlayAttention(LinearAttention):
                 (*joined.columns, columns),
             )
         else:
-            key_scale = torch.full(
-                (self.num_heads,),
-                self._single_weight() ** 0.5,
-                device=tensors[0].device if tensors else None,
-            )
-            query_scale = key_scale
+            joined = joined.scaled(self._single_weight() ** 0.5)
         if config.local == "none":
-            return replace(joined, query_scale_H=query_scale, key_scale_H=key_scale)
-        far_scale, shrinkage = rest[:2]
-        root = far_scale.sqrt().flatten()
+            return joined
         return replace(
             joined,
-            query_scale_H=root if query_scale is None else root * query_scale,
-            key_scale_H=key_scale,
-            near_epsilon=rest[2] if config.learnable_epsilon else config.epsilon,
-            near_scale=shrinkage,
+            near_epsilon=rest[1] if config.learnable_epsilon else config.epsilon,
+            near_scale=rest[0],
         )
 
     def _single_weight(self) -> float:
@@ -304,7 +291,7 @@ class SlayAttention(LinearAttention):
         if exponential is None:
             assert polynomial is not None
             # one node at s = 0: x²/C
-            return polynomial.scaled(self._single_weight())
+            return polynomial.scaled(self._single_weight() ** 0.5)
         if polynomial is None:
             return exponential
         if self.config.fusion == "tensor":
@@ -319,10 +306,10 @@ class SlayAttention(LinearAttention):
     def near_kernel(self, q_BHTD: Tensor, k_BHSD: Tensor, *tensors: Tensor) -> NearKernel:
         """Return the exact spherical Yat kernel, on the scale of the features."""
         epsilon: Tensor | float = self.config.epsilon
-        shrinkage = tensors[-1]
+        scale = tensors[-1]
         if self.config.learnable_epsilon:
-            shrinkage, epsilon = tensors[-2:]
-        return NearYat(unit(q_BHTD), unit(k_BHSD), epsilon, shrinkage)
+            scale, epsilon = tensors[-2:]
+        return NearYat(unit(q_BHTD), unit(k_BHSD), epsilon, scale)
 
     def feature_flops(self) -> int:
         """Return the FLOPs of one vector's features in one head, as far as they are formed."""

@@ -246,3 +246,22 @@ def test_decode_remembers_a_fixed_number_of_keys():
         assert state.recent.k_BHWD.shape == (1, 2, 6, 6)
     assert bool(state.recent.mask_BW.all())
     assert state.recent.position_BW.tolist() == [list(range(49, 55))]
+
+
+def test_far_scores_of_x_squared_are_the_kernels_first_node_times_the_far_scale():
+    config = options(
+        polynomial="exact", fusion="polynomial_only", local="window", far_scale=0.3, epsilon=0.01
+    )
+    attention = build(config).double()
+    q, k = torch.randn(2, 1, 2, 9, 6, dtype=torch.float64)
+    tensors = attention.feature_tensors(torch.float64)
+    positions = torch.arange(9)[None]
+    phi_q, phi_k = (
+        attention.feature_map(x, *tensors, is_query=is_query, positions=positions).expand()
+        for x, is_query in ((q, True), (k, False))
+    )
+    x = torch.nn.functional.normalize(q, dim=-1) @ torch.nn.functional.normalize(k, dim=-1).mT
+    # far ones as they are, near ones divided by the far scale
+    torch.testing.assert_close(phi_q @ phi_k.mT, x**2 / 2.01, rtol=1e-6, atol=1e-6)
+    near = attention.near_scores(q, k, *tensors)
+    torch.testing.assert_close(0.3 * near, x**2 / (2.01 - 2 * x), rtol=1e-6, atol=1e-6)

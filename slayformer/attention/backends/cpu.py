@@ -87,15 +87,15 @@ def _projected(
 ) -> tuple[Tensor, Tensor]:
     """Walk with factors that compiled code makes."""
     layout = tuple((KINDS[part.kind], part.block) for part in projection.columns)
-    epsilon, near_kind = None, engine.NO_KERNEL
+    epsilon, near_scale, near_kind = None, None, engine.NO_KERNEL
     heads = q.shape[1]
     if projection.near_epsilon is not None:
         epsilon, near_kind = per_head(projection.near_epsilon, heads), engine.YAT
+        near_scale = per_head(projection.near_scale, heads)
     call = Call(
         walk=walk,
         layout=_checked(layout),
         near_kind=near_kind,
-        near_scale_H=constant(projection.near_scale, heads),
         offset_H=None if offset is None else constant(offset, heads),
         columns=projection.columns,
     )
@@ -105,10 +105,9 @@ def _projected(
         _value(v),
         memory,
         epsilon,
+        near_scale,
         projection.weight_HDF,
         projection.bias_HF,
-        projection.query_scale_H,
-        projection.key_scale_H,
         *sides,
     )
 
@@ -132,7 +131,7 @@ def _mapped(
     epsilon, near_scale, near_kind = None, None, engine.NO_KERNEL
     heads = q.shape[1]
     if isinstance(near, NearYat):
-        epsilon, near_scale = per_head(near.epsilon, heads), constant(near.scale, heads)
+        epsilon, near_scale = per_head(near.epsilon, heads), per_head(near.scale, heads)
         near_kind = engine.YAT
     elif isinstance(near, NearExponential):
         near_kind = engine.EXPONENTIAL
@@ -144,11 +143,10 @@ def _mapped(
         walk=walk,
         layout=_checked(layout),
         near_kind=near_kind,
-        near_scale_H=near_scale,
         offset_H=None if offset is None else constant(offset, heads),
         columns=None,
     )
-    return compiled_walk(call, _value(v), memory, epsilon, None, None, None, None, *queries, *keys)
+    return compiled_walk(call, _value(v), memory, epsilon, near_scale, None, None, *queries, *keys)
 
 
 def _value(v: Tensor) -> Tensor:

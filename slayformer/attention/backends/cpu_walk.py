@@ -35,7 +35,6 @@ class Call:
     walk: Walk
     layout: Layout
     near_kind: int
-    near_scale_H: Tensor | None
     # of the normaliser; None: both sums are wanted, not their quotient
     offset_H: Tensor | None
     # what becomes of the product's columns; None: the factors are given
@@ -83,17 +82,17 @@ class Pass:
             value=Rows.of(value),
         )
         self.projections: list[engine.Projection] = []
-        epsilon, weight, bias, *scales = parameters
+        epsilon, near_scale, weight, bias = parameters
         if weight is None or bias is None:
             widths = self._give_factors(given)
         else:
-            widths = self._give_projections(weight, bias, scales, given)
+            widths = self._give_projections(weight, bias, given)
         for part, (kind, block), columns in zip(
             self.problem.part, call.layout, widths, strict=False
         ):
             part.kind, part.width, part.block = kind, columns, block
         self._cut(memory.shape[2], sum(widths) + width)
-        self._point(memory, epsilon)
+        self._point(memory, epsilon, near_scale)
 
     def _give_factors(self, given: list[Tensor]) -> list[int]:
         """Take the factors of queries and of keys, and return their widths."""
@@ -110,14 +109,13 @@ class Pass:
         self,
         weight_HDF: Tensor,
         bias_HF: Tensor,
-        scales_H: Sequence[Tensor | None],
         given: list[Tensor],
     ) -> list[int]:
         """Take q, k and the product that makes factors of both, and return their widths."""
         columns = self.call.columns
         assert columns is not None
         widths = [part.width for part in columns]
-        for x, scale_H in zip(given, scales_H, strict=True):
+        for x in given:
             projection = engine.Projection(
                 width=x.shape[-1],
                 columns=weight_HDF.shape[-1],
@@ -128,11 +126,10 @@ class Pass:
                 x=Rows.of(x),
                 weight=weight_HDF.data_ptr(),
                 bias=bias_HF.data_ptr(),
-                scale=None if scale_H is None else scale_H.data_ptr(),
             )
             for to, part in zip(projection.part, columns, strict=False):
                 to.activation = engine.ACTIVATIONS[part.activation]
-                to.width, to.block, to.is_scaled = part.width, part.block, part.kind != "factor"
+                to.width, to.block = part.width, part.block
             self.projections.append(projection)
         problem = self.problem
         problem.near_width = given[0].shape[-1] if self.call.has_near else 0
@@ -148,12 +145,12 @@ class Pass:
         if heads < threads and chunks > 1:
             problem.segments = min(chunks, -(-threads // heads))
 
-    def _point(self, memory: Tensor, epsilon: Tensor | None) -> None:
+    def _point(self, memory: Tensor, epsilon: Tensor | None, near_scale: Tensor | None) -> None:
         """Fill in the plain arrays."""
         walk, keys = self.call.walk, self.call.walk.keys
         pointers = {
             "epsilon": epsilon,
-            "near_scale": self.call.near_scale_H,
+            "near_scale": near_scale,
             "offset": self.call.offset_H,
             "memory": memory if walk.has_past else None,
             "key_mask": keys.mask_BS,
@@ -169,27 +166,23 @@ class Pass:
                 self.kept.append(x.contiguous())
                 setattr(self.problem, name, self.kept[-1].data_ptr())
 
-    def _knows_d_far(self) -> bool:
-        """Whether the gradient of a factor of all far scores follows from that of the near ones."""
-        call, walk = self.call, self.call.walk
-        is_whole = call.offset_H is not None and not (walk.has_past or walk.has_future)
-        return is_whole and call.near_kind == engine.YAT
-
     def place_gradients(
         self, parameters: Sequence[Tensor | None], d_given: list[Tensor], is_trained: bool
     ) -> Callable[[], list[Tensor | None]]:
-        """Tell where gradients go; return what gives those of ε, W, b and the scales afterwards.
+        """Tell where gradients go; return what gives those of the parameters afterwards.
 
-        `is_trained`: whether those of W, b or the scales are wanted.
+        `is_trained`: whether those of W or b are wanted.
         """
         problem, half = self.problem, len(d_given) // 2
-        epsilon, weight, bias, *scales = parameters
+        epsilon, near_scale, weight, bias = parameters
         places = (problem.batch, problem.heads, problem.segments)
-        d_epsilon, d_far = torch.zeros(2, *places, dtype=torch.float64)
-        problem.d_epsilon, problem.d_far = d_epsilon.data_ptr(), d_far.data_ptr()
+        # of ε and of the near scale
+        d_near = torch.zeros(2, *places, dtype=torch.float64)
+        problem.d_epsilon, problem.d_near_scale = (x.data_ptr() for x in d_near)
 
-        def of_epsilon() -> Tensor | None:
-            return None if epsilon is None else d_epsilon.sum(dim=(0, 2)).to(epsilon.dtype)
+        def of_near() -> list[Tensor | None]:
+            found = d_near.sum(dim=(1, 3)).float()
+            return [None if epsilon is None else found[0], None if near_scale is None else found[1]]
 
         if weight is None or bias is None:
             for i in range(problem.parts):
@@ -198,31 +191,19 @@ class Pass:
             if self.call.has_near:
                 problem.d_near_query = Rows.of(d_given[half - 1])
                 problem.d_near_key = Rows.of(d_given[-1])
-            return lambda: [of_epsilon(), None, None, None, None]
+            return lambda: [*of_near(), None, None]
         for projection, d in zip(self.projections, d_given, strict=True):
             projection.d_x = Rows.of(d)
         if not is_trained:
-            return lambda: [of_epsilon(), None, None, None, None]
+            return lambda: [*of_near(), None, None]
         # of queries and of keys
         d_weight = torch.empty(2, *places, *weight.shape[1:])
         d_bias = torch.empty(2, *places, *bias.shape[1:])
-        d_scale = torch.empty(2, *places)
         for i, projection in enumerate(self.projections):
             projection.d_weight, projection.d_bias = d_weight[i].data_ptr(), d_bias[i].data_ptr()
-            projection.d_scale = d_scale[i].data_ptr()
 
         def gradients() -> list[Tensor | None]:
-            of_scales = d_scale.sum(dim=(1, 3))
-            if self._knows_d_far():
-                # far scores grow with the square of the queries' scale
-                assert scales[0] is not None
-                of_scales[0] = 2 * d_far.sum(dim=(0, 2)) / scales[0]
-            return [
-                of_epsilon(),
-                d_weight.sum(dim=(0, 1, 3)),
-                d_bias.sum(dim=(0, 1, 3)),
-                *(None if scale is None else of_scales[i] for i, scale in enumerate(scales)),
-            ]
+            return [*of_near(), d_weight.sum(dim=(0, 1, 3)), d_bias.sum(dim=(0, 1, 3))]
 
         return gradients
 
@@ -296,14 +277,13 @@ class _Walked(torch.autograd.Function):
         value: Tensor,
         memory: Tensor,
         epsilon: Tensor | None,
+        near_scale: Tensor | None,
         weight: Tensor | None,
         bias: Tensor | None,
-        query_scale: Tensor | None,
-        key_scale: Tensor | None,
         *sides: Tensor,
     ):
         value, given, weight, bias = _arranged(value, sides, weight, bias)
-        parameters = (epsilon, weight, bias, query_scale, key_scale)
+        parameters = (epsilon, near_scale, weight, bias)
         output, normaliser, after = _run_forward(call, value, memory, parameters, given)
         ctx.call = call
         quotient = (output, normaliser) if call.offset_H is not None else (None, None)
@@ -316,7 +296,7 @@ class _Walked(torch.autograd.Function):
         call: Call = ctx.call
         walk = call.walk
         value, memory, *rest = ctx.saved_tensors
-        parameters, (output, normaliser), given = rest[:5], rest[5:7], rest[7:]
+        parameters, (output, normaliser), given = rest[:4], rest[4:6], rest[6:]
         one = Pass(call, value, memory, parameters, given)
         problem = one.problem
         d_output = _ready(d_output)
@@ -338,8 +318,8 @@ class _Walked(torch.autograd.Function):
             # neighbouring stretches would both write the keys between them
             problem.segments = 1
         d_given = [torch.empty_like(x, dtype=torch.float32) for x in given]
-        # of W, b and the scales
-        is_trained = any(ctx.needs_input_grad[4:8])
+        # of W and b
+        is_trained = any(ctx.needs_input_grad[5:7])
         d_parameters = one.place_gradients(parameters, d_given, is_trained)
         engine.run(problem, backward=True)
         return (
@@ -354,15 +334,15 @@ class _Walked(torch.autograd.Function):
 def compiled_walk(call: Call, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the quotient or the sums [B, H, T, E (+ 1)], and the state after, if it is wanted.
 
-    `tensors`: v, the state before, ε [H]; W, b and the scales of queries and keys with q and k, or
-    four times None with the factors of queries and of keys, the near kernel's vectors last.
+    `tensors`: v, the state before, ε and the near kernel's scale [H]; W and b with q and k, or
+    twice None with the factors of queries and of keys, the near kernel's vectors last.
     """
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         return _Walked.apply(call, *tensors)
-    value, memory, epsilon, weight, bias, query_scale, key_scale, *sides = tensors
+    value, memory, epsilon, near_scale, weight, bias, *sides = tensors
     assert value is not None
     assert memory is not None
     value, given, weight, bias = _arranged(value, sides, weight, bias)  # type: ignore[arg-type]
-    parameters = (epsilon, weight, bias, query_scale, key_scale)
+    parameters = (epsilon, near_scale, weight, bias)
     output, _, after = _run_forward(call, value, memory, parameters, given)
     return output, after

@@ -55,7 +55,7 @@ class Problem(Structure):
         *_fields(c_void_p, "query_projection key_projection"),
         *_fields(c_int64, "near_kind near_rule near_size near_width"),
         *_fields(Rows, "near_query near_key d_near_query d_near_key"),
-        *_fields(c_void_p, "epsilon near_scale offset d_epsilon d_far"),
+        *_fields(c_void_p, "epsilon near_scale offset d_epsilon d_near_scale"),
         *_fields(Rows, "value d_value output d_output normaliser d_normaliser"),
         *_fields(c_void_p, "memory d_memory_after memory_after d_memory"),
         *_fields(c_void_p, "query_positions key_positions query_documents key_documents"),
@@ -66,7 +66,7 @@ class Problem(Structure):
 class ColumnsOfProduct(Structure):
     """Columns that one activation takes."""
 
-    _fields_: ClassVar = _fields(c_int64, "activation width block is_scaled")
+    _fields_: ClassVar = _fields(c_int64, "activation width block")
 
 
 class Projection(Structure):
@@ -77,7 +77,7 @@ class Projection(Structure):
         ("part", ColumnsOfProduct * MOST_PARTS),
         ("floor", c_double),
         *_fields(Rows, "x d_x"),
-        *_fields(c_void_p, "weight bias scale d_weight d_bias d_scale"),
+        *_fields(c_void_p, "weight bias d_weight d_bias"),
     ]
 
 

@@ -108,7 +108,7 @@ def _sides(walk: Walk) -> Callable[..., Sides]:
                 near_query=with_last_stride_1(given[0].to(compute_dtype(dtype))),
                 near_key=with_last_stride_1(given[1].to(compute_dtype(dtype))),
                 epsilon=per_head(projection.near_epsilon, heads, q.device),
-                near_scale=constant(projection.near_scale, heads, q.device),
+                near_scale=per_head(projection.near_scale, heads, q.device),
                 normalises=True,
             )
         near = walk.near(q, k, *tensors)
@@ -125,7 +125,7 @@ def _sides(walk: Walk) -> Callable[..., Sides]:
             both,
             near="yat",
             epsilon=per_head(near.epsilon, heads, q.device),
-            near_scale=constant(near.scale, heads, q.device),
+            near_scale=per_head(near.scale, heads, q.device),
         )
 
     return sides

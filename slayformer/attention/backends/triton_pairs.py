@@ -9,6 +9,7 @@ from slayformer.attention.backends.triton_math import (
     FACTOR,
     LINEAR,
     NO_KERNEL,
+    YAT,
     columns_of,
     inverse_norms,
     is_near,
@@ -39,6 +40,7 @@ def pairs_backward(
     d_near,
     d_value,
     d_epsilon,
+    d_near_scale,
     groups,
     key_mask,
     query_documents,
@@ -131,6 +133,7 @@ def pairs_backward(
     d_v = tl.zeros((BT, BE), tl.float32)
     d_n = tl.zeros((BT, BD), tl.float32)
     d_eps = tl.zeros((BT,), tl.float32)
+    d_scale = tl.zeros((BT,), tl.float32)
     zero = tl.zeros((BT, BO), tl.float32)
     if IS_KEY:
         own_document, own_position = query_places(
@@ -239,6 +242,8 @@ def pairs_backward(
             d_n = product(slope, others, d_n, NEAR_FORM)
             if not IS_KEY:
                 d_eps += tl.sum(d_near_score * by_epsilon, 1)
+                # the scores have the scale in them
+                d_scale += tl.sum(d_near_score * exact, 1)
         rows = rows_of(y, other, other_mask, F, f, F)
         d_p = d_far
         if HAS_FACTOR:
@@ -270,7 +275,10 @@ def pairs_backward(
         at = d_near + place[:, None] * D + d[None, :]
         tl.store(at, d_n, mask=own_mask[:, None] & (d < D)[None, :])
         if not IS_KEY:
-            tl.store(d_epsilon + head * tl.num_programs(0) + number, -tl.sum(d_eps, 0))
+            at = head * tl.num_programs(0) + number
+            tl.store(d_epsilon + at, -tl.sum(d_eps, 0))
+            if NEAR == YAT:
+                tl.store(d_near_scale + at, tl.sum(d_scale, 0) / tl.load(near_scale + h))
     if IS_KEY:
         at = d_value + place[:, None] * E + e[None, :]
         tl.store(at, d_v, mask=own_mask[:, None] & (e < E)[None, :])

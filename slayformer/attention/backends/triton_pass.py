@@ -245,7 +245,7 @@ class Pass:
 
         d_sums [B, H, T, E] and d_norm [B, H, T] are dN and dZ.
         """
-        query, of_query, d_epsilon, d_value = self._pairs_backward(d_sums, d_norm, False)
+        query, of_query, d_near, d_value = self._pairs_backward(d_sums, d_norm, False)
         key, of_key, _, d_value = self._pairs_backward(d_sums, d_norm, True)
         d_memory = None
         if self.has_state:
@@ -257,7 +257,7 @@ class Pass:
             )
             self._states_backward(self.v, d_norm, around, sums_around, key, d_value, True)
         return (
-            (query, key, of_query, of_key, d_epsilon),
+            (query, key, of_query, of_key, *d_near),
             d_value,
             d_memory if self.walk.has_past else None,
         )
@@ -265,7 +265,7 @@ class Pass:
     def _pairs_backward(
         self, d_sums: Tensor, d_norm: Tensor, is_key: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the pairs' share: d factors, d near vectors, dε [H], and, for keys, dv."""
+        """Return the pairs' share: d factors, d near vectors, dε and d scale [2, H], keys' dv."""
         sides, b, h = self.sides, self.batch, self.heads
         own = self.total if is_key else self.length
         tiles = max(1, triton.cdiv(own, self.chunk)) * self._tiles(self.blocks.backward_tokens)
@@ -274,7 +274,7 @@ class Pass:
         d_x = torch.empty(b, h, own, self.tables.width, **fp32)
         d_near = torch.empty(b, h, own if sides.near_query is not None else 0, near_width, **fp32)
         d_value = torch.empty(b, h, own if is_key else 0, self.width, **fp32)
-        d_epsilon = torch.zeros(b, h, tiles, **fp32)
+        d_numbers = torch.zeros(2, b, h, tiles, **fp32)
         x, y, a, other_a = sides.query, sides.key, d_sums, self.v
         names = ("near_x", "near_y")
         if is_key:
@@ -290,7 +290,8 @@ class Pass:
             "d_x": d_x,
             "d_near": d_near,
             "d_value": d_value,
-            "d_epsilon": d_epsilon,
+            "d_epsilon": d_numbers[0],
+            "d_near_scale": d_numbers[1],
             "groups": self.tables.groups,
             **strides_of(a, "a"),
             **strides_of(other_a, "other_a"),
@@ -303,7 +304,7 @@ class Pass:
             "IS_KEY": is_key,
         }
         triton_start.launch(pairs_backward, grid, arguments, constants, self.blocks.backward_warps)
-        return d_x, d_near, d_epsilon.sum(dim=(0, 2)), d_value
+        return d_x, d_near, d_numbers.sum(dim=(1, 3)), d_value
 
     def _states_backward(
         self,

@@ -40,7 +40,8 @@ class Sides:
 
     def differentiable(self) -> tuple[Tensor | None, ...]:
         """Return what gradients flow to."""
-        return self.query, self.key, self.near_query, self.near_key, self.epsilon
+        near = (self.near_query, self.near_key, self.epsilon, self.near_scale)
+        return self.query, self.key, *near
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

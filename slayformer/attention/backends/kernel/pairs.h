@@ -108,8 +108,7 @@ class Pairs {
 
   double d_epsilon() const { return d_epsilon_; }
 
-  // the gradient of the logarithm of a factor of all near scores
-  double d_near() const { return d_near_; }
+  double d_scale() const { return d_scale_ / scale_; }
 
  private:
   enum Nearness { FAR, NEAR, MIXED };
@@ -248,7 +247,7 @@ class Pairs {
   void near_backward(const Queries& queries, const Keys& keys, Index start, float* out) {
     near_products(queries, keys, start);
     const Vector limit = splat(problem_.near_kind == YAT ? 1.0f : LARGEST_SCORE);
-    Vector d_epsilon{}, d_near{};
+    Vector d_epsilon{}, d_scale{};
     each_near(queries.count, [&](Index at) {
       const Vector x = load(products_ + at), score = kernel(x);
       Vector d_score = load(d_scores_ + at), slope = score;
@@ -258,13 +257,14 @@ class Pairs {
         slope = 2.0f * scale_ * x * inverse * (1.0f + x * inverse);
         d_epsilon -= d_score * score * inverse;
       }
-      d_near += d_score * score;
+      d_scale += d_score * score;
       slope = x <= limit ? slope : Vector{};
       store(out + at, score);
       store(products_ + at, d_score * slope);
     });
     d_epsilon_ += sum(d_epsilon);
-    d_near_ += sum(d_near);
+    // the scores have the scale in them
+    d_scale_ += sum(d_scale);
     const Rows& query = problem_.near_query;
     const Index first = start + near_from_, ld = padded(problem_.near_width);
     pull(queries, first, near_to_ - near_from_, products_ + near_from_,
@@ -336,7 +336,7 @@ class Pairs {
   const Map& map_;
   const Index b_, h_;
   float c_ = 0, scale_ = 1;
-  double d_epsilon_ = 0, d_near_ = 0;
+  double d_epsilon_ = 0, d_scale_ = 0;
   Nearness nearness_ = FAR;
   bool is_masked_ = false;
   // columns of the block between which all near pairs lie; the first is a multiple of LANES

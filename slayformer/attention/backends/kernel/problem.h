@@ -41,8 +41,6 @@ enum Activation : Index { IDENTITY, SQUARE, EXPONENT, GATED };
 // columns of a product that one activation takes
 struct Columns {
   Index activation, width, block;
-  // whether the scale multiplies the product
-  Index is_scaled;
 };
 
 // Factors of features as activations of û W + b, û = x/√(‖x‖² + floor).
@@ -52,10 +50,10 @@ struct Projection {
   double floor;
   // d_x is fp32
   Rows x, d_x;
-  // [heads, width, columns], [heads, columns] and [heads]; gradients: one a head and stretch, or
-  // null where no parameter is trained
-  const float *weight, *bias, *scale;
-  float *d_weight, *d_bias, *d_scale;
+  // [heads, width, columns] and [heads, columns]; gradients: one a head and stretch, or null where
+  // neither is trained
+  const float *weight, *bias;
+  float *d_weight, *d_bias;
 };
 
 struct Problem {
@@ -71,7 +69,7 @@ struct Problem {
   Rows near_query, near_key, d_near_query, d_near_key;
   // one a head; gradients: one a head and stretch
   const float *epsilon, *near_scale, *offset;
-  double *d_epsilon, *d_far;
+  double *d_epsilon, *d_near_scale;
   Rows value, d_value, output, d_output;
   Rows normaliser, d_normaliser;
   // [batch, heads, features, value_width + 1]

@@ -21,8 +21,7 @@ class Projector {
         inverse_(kept_tokens_),
         product_(kept_tokens_ * ldz_ + LANES),
         weight_(projection.width * ldz_),
-        bias_(ldz_),
-        is_scaled_(ldz_) {
+        bias_(ldz_) {
     // vectors reach behind rows; what they find there counts for nothing, but must be a number
     std::fill_n(static_cast<float*>(product_), kept_tokens_ * ldz_ + LANES, 0.0f);
     if (!is_backward) return;
@@ -44,21 +43,12 @@ class Projector {
     }
     std::copy_n(p_.bias + h * p_.columns, p_.columns, static_cast<float*>(bias_));
     std::fill(bias_ + p_.columns, bias_ + ldz_, 0.0f);
-    std::fill_n(static_cast<float*>(is_scaled_), ldz_, 0.0f);
-    if (p_.scale) {
-      each_scaled([&](Index column) {
-        for (Index i = 0; i < p_.width; ++i) weight_[i * ldz_ + column] *= p_.scale[h];
-        bias_[column] *= p_.scale[h];
-        is_scaled_[column] = 1.0f;
-      });
-    }
     if (!d_weight_) return;
     transpose(p_.width, p_.columns, weight_, ldz_, weight_by_column_, ldu_);
     for (Index i = 0; i < p_.columns; ++i)
       std::fill(weight_by_column_ + i * ldu_ + p_.width, weight_by_column_ + (i + 1) * ldu_, 0.0f);
     std::fill_n(static_cast<float*>(d_weight_), p_.width * ldz_, 0.0f);
     std::fill_n(static_cast<float*>(d_bias_), ldz_, 0.0f);
-    d_scale_ = 0;
   }
 
   // factors of tokens first … first + count − 1; LANES more floats behind the rows are written
@@ -88,7 +78,7 @@ class Projector {
         float* d = d_product_ + i * ldz_;
         deactivate(z + i * ldz_, d_row + i * ld_, d);
         std::fill(d + p_.columns, d + ldz_, 0.0f);
-        if (p_.d_weight) add_d_bias(z + i * ldz_, d);
+        if (p_.d_weight) add_d_bias(d);
       }
       if (p_.d_weight)
         product_of_transposed<Into::add>(p_.width, p_.columns, some, unit_ + place * ldu_, ldu_,
@@ -107,15 +97,6 @@ class Projector {
     if (!p_.d_weight) return;
     float *d_weight = p_.d_weight + slot * p_.width * p_.columns,
           *d_bias = p_.d_bias + slot * p_.columns;
-    if (p_.scale) {
-      const float scale = p_.scale[h_];
-      each_scaled([&](Index column) {
-        for (Index i = 0; i < p_.width; ++i) d_weight_[i * ldz_ + column] *= scale;
-        d_bias_[column] *= scale;
-      });
-      // the product has the scale in it
-      p_.d_scale[slot] = static_cast<float>(d_scale_ / scale);
-    }
     for (Index i = 0; i < p_.width; ++i)
       std::copy_n(d_weight_ + i * ldz_, p_.columns, d_weight + i * p_.columns);
     std::copy_n(static_cast<float*>(d_bias_), p_.columns, d_bias);
@@ -123,16 +104,6 @@ class Projector {
 
  private:
   static constexpr Index TOKENS = 32;
-
-  template <class Body>
-  void each_scaled(Body body) const {
-    Index column = 0;
-    for (Index p = 0; p < p_.parts; ++p) {
-      const Columns& part = p_.part[p];
-      for (Index i = 0; part.is_scaled && i < part.width; ++i) body(column + i);
-      column += part.width + gates(part);
-    }
-  }
 
   static Index gates(const Columns& part) {
     return part.activation == GATED ? part.width / part.block : 0;
@@ -221,14 +192,9 @@ class Projector {
     }
   }
 
-  // what a token's gradient of z adds to those of bias and scale
-  void add_d_bias(const float* z, const float* d) {
-    Vector of_scale{};
-    for (Index j = 0; j < ldz_; j += LANES) {
-      store(d_bias_ + j, load(d_bias_ + j) + load(d + j));
-      of_scale += load(d + j) * load(z + j) * load(is_scaled_ + j);
-    }
-    if (p_.scale) d_scale_ += sum(of_scale);
+  // what a token's gradient of z adds to that of the bias
+  void add_d_bias(const float* d) {
+    for (Index j = 0; j < ldz_; j += LANES) store(d_bias_ + j, load(d_bias_ + j) + load(d + j));
   }
 
   // dx = (dû − û (û·dû))/‖x‖
@@ -257,8 +223,7 @@ class Projector {
   const Index kept_tokens_;
   Index first_ = 0;
   Index b_ = 0, h_ = 0;
-  double d_scale_ = 0;
-  Buffer unit_, inverse_, product_, weight_, bias_, is_scaled_;
+  Buffer unit_, inverse_, product_, weight_, bias_;
   Buffer d_product_, d_gates_, d_unit_, weight_by_column_, d_weight_, d_bias_;
 };
 

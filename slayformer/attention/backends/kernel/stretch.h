@@ -5,12 +5,9 @@
 
 namespace slay {
 
-// Gradients of ε and, where no state comes from outside or goes there, of the logarithm of a factor
-// of all far scores. A quotient stays as it is when near scores, far ones and the offset grow alike,
-// so the far ones' gradient is what the others' lack to 0. Few scores are near, and their products
-// are never in half precision: this sum is far more exact than that over the features.
+// gradients of the near kernel's numbers
 struct Scalars {
-  double d_epsilon, d_far;
+  double d_epsilon, d_near_scale;
 };
 
 class Stretch : public Tokens {
@@ -85,7 +82,6 @@ class Stretch : public Tokens {
   // along
   Scalars backward_inside(Index first, Index last) {
     Pairs pairs(problem_, map_, b_, h_);
-    double d_offset = 0;
     Index touched = first * problem_.chunk;
     for (Index i = first; i < last; ++i) {
       const Chunk chunk = cut(i);
@@ -93,7 +89,6 @@ class Stretch : public Tokens {
       load_key_rows(chunk);
       project_queries(chunk);
       load_d_sums(chunk, false);
-      for (Index t = 0; t < chunk.count; ++t) d_offset += normaliser_[t] * offset();
       std::fill_n(keys_.d_f, map_.columns * ldk_, 0.0f);
       std::fill_n(keys_.d_near, problem_.near_width * ldk_, 0.0f);
       std::fill_n(keys_.d_values, keys_.count * lds_, 0.0f);
@@ -113,7 +108,7 @@ class Stretch : public Tokens {
       touched = chunk.start + keys_.count;
       if (i + 1 < last) enter(chunk);
     }
-    return {pairs.d_epsilon(), -pairs.d_near() - d_offset};
+    return {pairs.d_epsilon(), pairs.d_scale()};
   }
 
   // let the queries of chunks last − 1 … first put their gradients into the state's; return

@@ -152,7 +152,7 @@ bool backward(const Problem& problem) {
         if (stretch.has_state()) stretch.set_state(is_cut ? starts.at(head, number) : before(head));
         const Scalars scalars = stretch.backward_inside(chunks.first, chunks.last);
         problem.d_epsilon[head * problem.segments + number] = scalars.d_epsilon;
-        problem.d_far[head * problem.segments + number] = scalars.d_far;
+        problem.d_near_scale[head * problem.segments + number] = scalars.d_near_scale;
         if (stretch.has_state()) {
           stretch.set_state(is_cut ? ends.at(head, number) : after(head));
           stretch.backward_through_state(chunks.first, chunks.last);
