@@ -12,7 +12,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import metadata
 from itertools import islice
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from slayformer.config import SourceConfig
+from slayformer.data.hub import hub_or_cache
 from slayformer.errors import ConfigError, DataError
 
 TEXT_SUFFIXES = (".txt", ".md")
@@ -218,10 +219,12 @@ class HuggingFaceSource(Source):
         import datasets
 
         config = self.config
-        path = str(self._folder) if self._folder.is_dir() else config.path
-        return datasets.load_dataset(
-            path, config.name, split=config.split, streaming=config.streaming
-        )
+        local = self._folder.is_dir()
+        path = str(self._folder) if local else config.path
+        with nullcontext() if local else hub_or_cache():
+            return datasets.load_dataset(
+                path, config.name, split=config.split, streaming=config.streaming
+            )
 
     @contextmanager
     def _failures_told(self) -> Iterator[None]:
