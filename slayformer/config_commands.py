@@ -94,7 +94,7 @@ class CompareConfig:
     processes: int = positive(1)
     # runs at a time
     jobs: int = positive(1)
-    # CPU threads of a process (null: the cores divided by the processes at a time)
+    # CPU threads of a process (null: the usable cores divided by the processes at a time)
     threads: int | None = positive(None)
 
 

@@ -40,6 +40,7 @@ def processor() -> str:
 
 def load_per_core() -> float:
     """Return how many processes want each core, mean over the last minute; 1 is a busy core."""
+    # of the whole machine, as the load is; its cores may be more than this process may use
     return os.getloadavg()[0] / (os.cpu_count() or 1)
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from slayformer.config import SourceConfig
+from slayformer.cores import usable_cores
 from slayformer.data.hub import hub_or_cache
 from slayformer.errors import ConfigError, DataError
 
@@ -295,7 +296,7 @@ def files_sha256(files: dict[str, Path], where: str) -> str:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     try:
-        with ThreadPoolExecutor() as pool:
+        with ThreadPoolExecutor(usable_cores()) as pool:
             digests = list(pool.map(digest, files.values()))
     except OSError as error:
         raise DataError(f"{where}: cannot read {error.filename}: {error.strerror}") from error

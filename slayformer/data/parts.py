@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import multiprocessing
-import os
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -24,6 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from slayformer.config import DataConfig
+from slayformer.cores import usable_cores
 from slayformer.data.shards import write_atomically
 from slayformer.data.split import TRAIN, SplitCorpus
 from slayformer.data.tokenizer import load_tokenizer
@@ -118,8 +118,7 @@ def _prepare_in_processes(
     work: tuple[Path, Path, DataConfig], units: list[int], processes: int, show: Any
 ) -> None:
     directory, tokenizer_folder, data = work
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    data = replace(data, workers=data.workers or max(1, (cores or 1) // processes))
+    data = replace(data, workers=data.workers or max(1, usable_cores() // processes))
     # a forked process would inherit threads that no longer run
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(min(processes, len(units)), mp_context=context)

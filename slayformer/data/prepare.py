@@ -20,6 +20,7 @@ from filelock import FileLock, Timeout
 from rich.console import Console
 
 from slayformer.config import DataConfig, TokenizerConfig
+from slayformer.cores import usable_cores
 from slayformer.data.parts import Summary, prepare_parts
 from slayformer.data.shards import (
     FORMAT_VERSION,
@@ -111,7 +112,7 @@ def open_prepared(directory: Path, *, verify: bool) -> PreparedData:
         return shard
 
     streams = {}
-    with ThreadPoolExecutor() as pool:
+    with ThreadPoolExecutor(usable_cores()) as pool:
         for side, digests in listed.items():
             shards = list(pool.map(open_listed, digests.keys(), digests.values()))
             streams[side] = TokenStream(

@@ -10,7 +10,6 @@ import base64
 import gzip
 import hashlib
 import json
-import os
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -22,6 +21,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from slayformer.config import TokenizerConfig
+from slayformer.cores import usable_cores
 from slayformer.errors import DataError, nearest
 
 END_OF_TEXT = "<|endoftext|>"
@@ -73,8 +73,8 @@ class Tokenizer(ABC):
         return self.encode_array(text).tolist()
 
     def encode_batch(self, texts: Sequence[str], workers: int | None = None) -> list[np.ndarray]:
-        """Return the ids of each text, encoded by `workers` threads (None: one a core)."""
-        with ThreadPoolExecutor(workers or os.cpu_count()) as pool:
+        """Return the ids of each text, encoded by `workers` threads (None: one a usable core)."""
+        with ThreadPoolExecutor(workers or usable_cores()) as pool:
             return list(pool.map(self.encode_array, texts))
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:

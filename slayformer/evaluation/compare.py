@@ -22,6 +22,7 @@ from slayformer.cli import COMMANDS, compose, quoted
 from slayformer.config import TrainConfig
 from slayformer.config_commands import CompareConfig, RecallConfig
 from slayformer.config_loading import fill_list, load_config, to_plain
+from slayformer.cores import usable_cores
 from slayformer.data.prepare import prepare
 from slayformer.data.shards import write_atomically
 from slayformer.errors import ConfigError, UserError, nearest
@@ -91,7 +92,7 @@ def run(config: CompareConfig, overrides: Sequence[str]) -> int:
     prepare(first.data, first.tokenizer)
     _write_record(directory, record)
     at_once = config.jobs * config.processes
-    threads = config.threads or max(1, (os.cpu_count() or 1) // at_once)
+    threads = config.threads or max(1, usable_cores() // at_once)
     console = Console()
     console.print(
         f"{len(cells)} runs: {len(config.attention)} mechanisms x {len(config.seeds)} seeds, "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -27,6 +26,7 @@ from rich.progress import (
 import slayformer
 from slayformer.config import one_of, positive
 from slayformer.config_loading import load_config
+from slayformer.cores import usable_cores
 from slayformer.errors import ConfigError, UserError, nearest
 from slayformer.paper.files import write_picture, write_table
 from slayformer.paper.item import Item, Request
@@ -147,7 +147,7 @@ def _record(
             return kept
     work = directory / "data" / item.name
     work.mkdir(exist_ok=True)
-    processes = config.processes or len(os.sched_getaffinity(0))
+    processes = config.processes or usable_cores()
     start = time.monotonic()
     request = Request(
         config.size, config.seeds, processes, work, progress, tuple(config.results or ())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from slayformer.config import positive
+from slayformer.cores import usable_cores
 from slayformer.errors import ConfigError
 from slayformer.paper.files import write_picture, write_table
 from slayformer.paper.render import markdown
@@ -56,7 +56,7 @@ def run(config: TasksConfig) -> None:
             config.mechanisms,
             config.seeds,
             directory / "cells",
-            processes=config.processes or len(os.sched_getaffinity(0)),
+            processes=config.processes or usable_cores(),
             updates=config.updates,
             progress=lambda share: bar.update(task, completed=share),
         )

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slayformer.cli import LAUNCHER_VARIABLES
+from slayformer.cores import usable_cores
 from slayformer.errors import UserError
 from slayformer.training.watch import mark
 
@@ -85,7 +86,7 @@ def _share_cores() -> None:
         return
     # torchrun's name for it, and the deepspeed command's
     local = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1"
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(local)))
+    torch.set_num_threads(max(1, usable_cores() // int(local)))
 
 
 def _shut_down() -> None:
