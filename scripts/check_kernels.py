@@ -12,7 +12,6 @@ import importlib.util
 import sys
 
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from slayformer.cli import entry_point
@@ -70,6 +69,7 @@ def main() -> None:
         compile_start,
         recorded_starts,
     )
+    from slayformer.evaluation.progress import progress_bar
 
     cases = [
         (start, f"{mechanism} {dtype} {width}", architecture)
@@ -83,16 +83,17 @@ def main() -> None:
     table = Table(*columns, title="Kernels; tensor-core: instructions")
     known: dict[tuple[Start, int], Found] = {}
     failed = 0
-    for start, heads, architecture in track(cases, "compiling", console=Console(stderr=True)):
-        if (start, architecture) not in known:
-            known[start, architecture] = compile_start(start, architecture)
-        found = known[start, architecture]
-        failed += not found.fits(architecture)
-        shared = f"{found.shared_bytes / 1024:.1f}"
-        row = [found.registers, found.spilled_bytes, shared, found.tensor_core]
-        style = None if found.fits(architecture) else "red"
-        place = f"sm_{architecture}"
-        table.add_row(heads, start.title(), place, *map(str, row), style=style)
+    with progress_bar() as bar:
+        for start, heads, architecture in bar.track(cases, description="compiling"):
+            if (start, architecture) not in known:
+                known[start, architecture] = compile_start(start, architecture)
+            found = known[start, architecture]
+            failed += not found.fits(architecture)
+            shared = f"{found.shared_bytes / 1024:.1f}"
+            row = [found.registers, found.spilled_bytes, shared, found.tensor_core]
+            style = None if found.fits(architecture) else "red"
+            place = f"sm_{architecture}"
+            table.add_row(heads, start.title(), place, *map(str, row), style=style)
     Console(width=None if sys.stdout.isatty() else 120).print(table)
     if failed:
         print(f"{failed} of {len(cases)} kernels spill or need too much shared memory")

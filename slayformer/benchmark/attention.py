@@ -149,7 +149,7 @@ def _measure_length(
     memory: dict[str, int] = {}
     left_out: dict[str, str] = {}
     for name in names:
-        steps.begin(f"{pass_name} {length:,} {name}")
+        steps.begin(f"{pass_name}, {length:,} tokens: {name}")
         reason = limits.beyond.get((name, pass_name))
         if reason is None and clock.expired():
             reason = "the time budget was used up"
@@ -176,7 +176,7 @@ def _measure_length(
     calls: dict[str, Callable[[], Any]] = {
         name: bound(make_runner(name, shape), shape, backward=backward) for name in memory
     }
-    steps.begin(f"{pass_name} {length:,}")
+    steps.begin(f"{pass_name}, {length:,} tokens: all in turns")
     samples = time_rounds(calls, rounds=rounds, clock=clock, advance=steps.add)
     tokens = shape.batch * length
     return [

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from slayformer.benchmark.attention import measure
 from slayformer.benchmark.options import BenchAttentionConfig
@@ -19,6 +18,7 @@ from slayformer.benchmark.update_plan import check, plan
 from slayformer.benchmark.updates import measure_updates
 from slayformer.benchmark.updates_report import print_updates, read_updates, write_updates
 from slayformer.errors import ConfigError, UserError
+from slayformer.evaluation.progress import progress_bar
 
 
 def run(config: BenchAttentionConfig) -> Path:
@@ -34,7 +34,7 @@ def run(config: BenchAttentionConfig) -> Path:
     else:
         directory = Path(config.directory or time.strftime("benchmarks/%Y-%m-%d_%H-%M-%S"))
         make_directory(directory)
-        with progress_bar() as show:
+        with _progress() as show:
             result = measure(config, show)
     files = write_report(directory, result)
     print_report(result)
@@ -53,7 +53,7 @@ def run_updates(config: BenchTrainConfig, overrides: Sequence[str]) -> Path:
         plan(check(config), overrides)
         directory = Path(config.directory or time.strftime("benchmarks/%Y-%m-%d_%H-%M-%S"))
         make_directory(directory)
-        with progress_bar() as show:
+        with _progress() as show:
             result = measure_updates(config, overrides, show)
     files = write_updates(directory, result)
     print_updates(result)
@@ -83,16 +83,9 @@ def tell_files(files: list[Path]) -> None:
 
 
 @contextmanager
-def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
-    """Show a progress bar on a terminal; what is given takes (what is done, steps, of how many)."""
-    # standard output is for the table
-    console = Console(stderr=True)
-    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
-    left = TextColumn("left"), TimeRemainingColumn()
-    bar = Progress(
-        *columns, *left, console=console, transient=True, disable=not console.is_terminal
-    )
-    with bar:
+def _progress() -> Iterator[Callable[[str, int, int], None]]:
+    """Show progress; what is given takes (what is done, steps, of how many)."""
+    with progress_bar() as bar:
         task = bar.add_task("measuring")
         yield lambda told, done, total: bar.update(
             task, description=told, completed=done, total=total

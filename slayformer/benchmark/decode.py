@@ -50,7 +50,7 @@ def measure_decode(
     for name in names:
         reason = None
         for context in contexts:
-            begin(f"context {context:,} {name}")
+            begin(f"decode behind {context:,} tokens: {name}")
             if reason is None and clock.expired():
                 reason = "the time budget was used up"
             if reason is None:
@@ -69,7 +69,7 @@ def measure_decode(
         for context, made in steps.items()
         for name, step in made.items()
     }
-    begin("decode")
+    begin("decode: all in turns")
     timed = time_rounds(calls, rounds=rounds, clock=clock, advance=lambda: advance(1))
     cells = []
     for context, made in steps.items():

@@ -20,7 +20,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
 from slayformer.config import DataConfig
 from slayformer.cores import usable_cores
@@ -29,6 +29,7 @@ from slayformer.data.split import TRAIN, SplitCorpus
 from slayformer.data.tokenizer import load_tokenizer
 from slayformer.data.writing import SIDES, write_documents
 from slayformer.errors import DataError
+from slayformer.progress import PlainProgress
 
 Summary = dict[str, dict[str, Any]]
 
@@ -161,7 +162,7 @@ def _progress(directory: Path, units: list[int], console: Console) -> Iterator[A
         TextColumn("{task.fields[tokens]:,} training tokens,"),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=console) as progress:
+    with PlainProgress(*columns, console=console) as progress:
         task = progress.add_task("", total=len(units), tokens=0)
         known: dict[int, int] = {}
 

@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
 from slayformer.config import DataConfig
 from slayformer.data.shards import Shard, open_shard, token_dtype, write_shard
 from slayformer.data.split import TRAIN, VALIDATION, Sided
 from slayformer.data.tokenizer import Tokenizer
 from slayformer.errors import DataError
+from slayformer.progress import PlainProgress
 
 SIDES = (TRAIN, VALIDATION)
 # text that is read, then encoded while the next is read: it bounds the memory
@@ -196,7 +197,7 @@ def _progress(
         return sum(writer.tokens for writer in writers.values())
 
     kept, start = tokens(), time.monotonic()
-    with Progress(*columns, console=console) as progress:
+    with PlainProgress(*columns, console=console) as progress:
         task = progress.add_task("", total=total, tokens=kept, speed=0.0)
 
         def show() -> None:

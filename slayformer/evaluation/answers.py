@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
 from slayformer.config import OptimizerConfig, ScheduleConfig
 from slayformer.model.gpt2 import GPT2
+from slayformer.progress import PlainProgress
 from slayformer.training.small import answer_loss, train_small
 
 
@@ -46,11 +47,12 @@ def train_on_answers(
 
     Every update leaves a record in `metrics`, JSON a line.
     """
-    progress = Progress(
+    progress = PlainProgress(
         TextColumn(f"{title}: update"),
         MofNCompleteColumn(),
         BarColumn(bar_width=24),
         TextColumn("{task.fields[told]}"),
+        TextColumn("left"),
         TimeRemainingColumn(),
         console=console,
     )

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 from omegaconf import DictConfig
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from slayformer.config import positive
 from slayformer.config_loading import fill_list, load_config
@@ -34,6 +33,7 @@ from slayformer.evaluation.fidelity import (
     with_uniform,
 )
 from slayformer.evaluation.inspection_figure import draw
+from slayformer.evaluation.progress import progress_bar
 from slayformer.presets import load_preset, preset_names
 from slayformer.tables import markdown_table
 
@@ -149,7 +149,7 @@ def _inspect_random(config: InspectConfig, directory: Path) -> tuple[list[Measur
     _make(directory)
     rows = []
     total = len(config.head_dim) * len(options) * config.seeds
-    with _progress() as progress:
+    with progress_bar() as progress:
         task = progress.add_task("measuring", total=total)
         for head_dim in config.head_dim:
             rows += measure(
@@ -194,7 +194,7 @@ def _inspect_checkpoint(config: InspectConfig, directory: Path) -> tuple[list[Me
         for index in range(count):
             yield loader.batch([index])
 
-    with _progress() as progress:
+    with progress_bar() as progress:
         task = progress.add_task("measuring", total=count * loaded.config.model.layers)
         rows = measure_model(loaded.model, windows(), lambda: progress.advance(task))
     return rows, (f"q, k, v of {path}, {_count(count, 'window')} of {length:,} validation tokens")
@@ -285,13 +285,3 @@ def _make(directory: Path) -> None:
     except OSError as error:
         hint = f"the folder cannot be written: {error.strerror}"
         raise ConfigError("directory", directory, hint) from error
-
-
-def _progress() -> Progress:
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-    times = TextColumn("left"), TimeRemainingColumn()
-    # standard output is for the table
-    console = Console(stderr=True)
-    return Progress(
-        *columns, *times, console=console, transient=True, disable=not console.is_terminal
-    )

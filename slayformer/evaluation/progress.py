@@ -1,4 +1,4 @@
-"""The progress bar of an evaluation."""
+"""The progress bar of an evaluation or a measurement."""
 
 from __future__ import annotations
 
@@ -6,29 +6,28 @@ from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
-    Progress,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
 
+from slayformer.progress import PlainProgress
 from slayformer.training.distributed import is_main
 
 
-def progress_bar() -> Progress:
-    """Return a bar with what is done, the time taken and the time left, shown by rank 0.
+def progress_bar() -> PlainProgress:
+    """Return a display of what is done, the time taken and the time left, shown by rank 0.
 
-    On standard error, and only to a terminal: standard output is for the numbers.
+    On standard error: standard output is for the numbers.
     """
-    console = Console(stderr=True)
-    return Progress(
+    return PlainProgress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TextColumn("left"),
         TimeRemainingColumn(),
-        console=console,
+        console=Console(stderr=True),
         transient=True,
-        disable=not (console.is_terminal and is_main()),
+        shown=is_main(),
     )

@@ -16,7 +16,6 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.progress import (
     BarColumn,
-    Progress,
     TaskID,
     TaskProgressColumn,
     TextColumn,
@@ -32,6 +31,7 @@ from slayformer.paper.files import write_picture, write_table
 from slayformer.paper.item import Item, Request
 from slayformer.paper.items import ITEMS
 from slayformer.paper.render import Shown, claims_table, page
+from slayformer.progress import PlainProgress
 
 PACKAGE = Path(slayformer.__file__).parent
 
@@ -87,7 +87,7 @@ def run(config: PaperConfig, items: Sequence[Item] = ITEMS) -> Path:
     console = Console()
     chosen, shown = choose_items(config.items, items), []
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
-    with Progress(*columns, TimeElapsedColumn(), console=console) as bar:
+    with PlainProgress(*columns, TimeElapsedColumn(), console=console) as bar:
         whole = bar.add_task("all items", total=sum(item.minutes for item in chosen))
         for item in chosen:
             task = bar.add_task(item.name, total=1.0)
@@ -109,7 +109,7 @@ def run(config: PaperConfig, items: Sequence[Item] = ITEMS) -> Path:
     return index
 
 
-def _advance(bar: Progress, task: TaskID, share: float) -> None:
+def _advance(bar: PlainProgress, task: TaskID, share: float) -> None:
     bar.update(task, completed=share)
 
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import Progress
 
 from slayformer.config import positive
 from slayformer.cores import usable_cores
@@ -16,6 +15,7 @@ from slayformer.paper.render import markdown
 from slayformer.paper.synthetic_tasks import draw, measure, tables
 from slayformer.paper.tasks import TASKS, task_named
 from slayformer.presets import load_preset
+from slayformer.progress import PlainProgress
 
 
 @dataclass
@@ -49,7 +49,7 @@ def run(config: TasksConfig) -> None:
         load_preset(name)
     chosen = [*TASKS] if config.tasks is None else [task_named(name).name for name in config.tasks]
     directory, console = Path(config.directory), Console()
-    with Progress(console=console) as bar:
+    with PlainProgress(console=console) as bar:
         task = bar.add_task("training", total=1.0)
         data = measure(
             chosen,

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import Progress
 
 from slayformer.config import positive, share
 from slayformer.errors import ConfigError
@@ -17,6 +16,7 @@ from slayformer.paper.xmc.data import write_documents
 from slayformer.paper.xmc.experiment import XmcSettings
 from slayformer.paper.xmc.wordnet import make_documents, read_synsets
 from slayformer.presets import load_preset
+from slayformer.progress import PlainProgress
 
 
 @dataclass
@@ -75,7 +75,7 @@ def run(config: XmcConfig) -> None:
         hint = f"must divide settings.width={settings.width}"
         raise ConfigError("settings.heads", settings.heads, hint)
     directory, console = Path(config.directory), Console()
-    with Progress(console=console) as bar:
+    with PlainProgress(console=console) as bar:
         task = bar.add_task("training", total=1.0)
         data = measure(
             Path(config.train),

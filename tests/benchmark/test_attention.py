@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -125,6 +126,17 @@ def test_record_comes_back_and_is_drawn_again(
         run(request(redraw=str(tmp_path)))
     with pytest.raises(ConfigError, match=r"redraw=.*cannot be read"):
         run(request(redraw=str(tmp_path / "nowhere")))
+
+
+def test_the_command_tells_a_log_how_far_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = {"mechanisms": ["softmax"], "peers": [], "passes": ["forward"], "lengths": [8]}
+    run(request(**one, directory=str(tmp_path / "timed")))
+    told = capsys.readouterr().err
+    assert re.search(r"^forward, 8 tokens: softmax 0/3 ", told)
+    assert re.search(r" 3/3 ", told.splitlines()[-1])
+    assert told.replace("\n", "").isprintable()
 
 
 def test_memory_is_that_of_the_scores() -> None:

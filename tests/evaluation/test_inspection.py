@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,13 @@ def test_table_files_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert len(first["score_curve"]["mean"]) == len(record["cosines"])
     assert sum(first["normaliser_histogram"]) == pytest.approx(1)
 
-    output = capsys.readouterr().out
+    captured = capsys.readouterr()
+    output = captured.out
     lines = output.splitlines()
+    # on standard error how far it is, without a bar's control codes
+    assert captured.err.startswith("measuring 1/12 ")
+    assert captured.err.splitlines()[-1].startswith("measuring 12/12 ")
+    assert captured.err.replace("\n", "").isprintable()
     assert max(map(len, lines[1:-3])) <= 80
     assert [line.split()[0] for line in lines if line.startswith("slay")] == [*names[:2]] * 2
     error = first["relative_error"]
@@ -68,8 +74,9 @@ def test_the_command(tmp_path: Path, run_command: Any) -> None:
     arguments = ["attention=all", "head_dim=32", "length=9", "seeds=1", "directory=shown"]
     finished = run_command([SCRIPT, *arguments], cwd=tmp_path)
     assert finished.code == 0, finished.stderr
-    # no progress where nobody watches
-    assert finished.stderr == ""
+    told = finished.stderr.splitlines()
+    assert [line.startswith("measuring ") for line in told] == [True] * len(told)
+    assert re.search(r"^measuring (\d+)/\1 ", told[-1])
     lines = finished.stdout.splitlines()
     assert max(map(len, lines[1:])) <= 80
     shown = [line.split()[0] for line in lines if line]

@@ -1,0 +1,62 @@
+"""How far a long step is: a bar on a terminal; in a file or a pipe now and then a plain line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress, ProgressColumn, TaskID
+from rich.text import Text
+
+# between two lines of a task; later a share of its time so far, for a day must not fill a log
+LINES_APART_S = 10
+LINES_APART_SHARE = 0.05
+
+
+class PlainProgress(Progress):
+    """A `rich` display that can be followed without a terminal too.
+
+    There it prints its columns, without the bar, as a line: as soon as a task is told something,
+    now and then while it goes on, and at the end. `shown=False` shows nothing anywhere.
+    """
+
+    def __init__(
+        self, *columns: ProgressColumn, console: Console, shown: bool = True, **options: Any
+    ) -> None:
+        terminal = console.is_terminal
+        super().__init__(*columns, console=console, disable=not (terminal and shown), **options)
+        self._in_lines = shown and not terminal
+        # the last line of each task, and the seconds after which it came
+        self._told: dict[TaskID, tuple[str, float]] = {}
+
+    def update(self, task_id: TaskID, *arguments: Any, **fields: Any) -> None:
+        """Update the task as `rich` does, and print a line if it is time."""
+        super().update(task_id, *arguments, **fields)
+        self._tell(task_id)
+
+    def advance(self, task_id: TaskID, advance: float = 1) -> None:
+        """Advance the task as `rich` does, and print a line if it is time."""
+        super().advance(task_id, advance)
+        self._tell(task_id)
+
+    def stop(self) -> None:
+        """End the display; lines end with how far each task has come."""
+        super().stop()
+        for task_id in list(self._told):
+            self._tell(task_id, last=True)
+        self._told.clear()
+
+    def _tell(self, task_id: TaskID, *, last: bool = False) -> None:
+        task = self._tasks.get(task_id)
+        if not self._in_lines or task is None or not task.visible:
+            return
+        now = task.elapsed or 0.0
+        before, then = self._told.get(task_id, ("", -float("inf")))
+        if not last and now - then < max(LINES_APART_S, LINES_APART_SHARE * now):
+            return
+        cells = [column(task) for column in self.columns if isinstance(column, ProgressColumn)]
+        words = [cell.plain.strip() for cell in cells if isinstance(cell, Text)]
+        line = " ".join(filter(None, words))
+        if line != before:
+            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        self._told[task_id] = (line, now)
