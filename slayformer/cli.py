@@ -295,8 +295,10 @@ def _unknown_key_hint(path: str, root: DictConfig) -> str:
         return f'{parent} has no fields; if it is null give all: "{parent}={{{last}: ..., ...}}"'
     close = [key for key in known if key.rpartition(".")[2] == last]
     siblings = [key.removeprefix(f"{parent}.") for key in known if key.rpartition(".")[0] == parent]
-    if siblings == ["name"]:
-        return f"{values[f'{parent}.name']} has no options"
+    if parent == "attention" and "name" in siblings:
+        from slayformer.config_loading import unknown_option_hint
+
+        return unknown_option_hint(last, values[parent])
     if parent and siblings and not close:
         return nearest(last, siblings)
     close = close or difflib.get_close_matches(path, known)

@@ -54,6 +54,10 @@ def load_attention_config(options: Any) -> Any:
     if mechanism and not re.fullmatch(re.escape(str(mechanism)) + r"\w*", name):
         hint = f"is a label of {mechanism}'s options; another mechanism is attention={name}"
         raise ConfigError("attention.name", name, hint)
+    known = {item.name for item in fields(entry.config)}
+    for key in options.keys() - known:
+        hint = "unknown key; " + unknown_option_hint(str(key), options)
+        raise ConfigError(f"attention.{key}", options[key], hint)
     config = _typed(entry.config, options, prefix="attention.")
     check_fields(config, prefix="attention.")
     if config.backend not in entry.attention.backends:
@@ -61,6 +65,23 @@ def load_attention_config(options: Any) -> Any:
         raise ConfigError("attention.backend", config.backend, hint)
     config.check()
     return config
+
+
+def unknown_option_hint(key: str, options: Mapping[str, Any]) -> str:
+    """Return what can be set of the mechanism with `options`, which has no option `key`.
+
+    That is also what its YAML file leaves out: the backend, where there is a choice. Its name can
+    be set where it is a label. Raises ConfigError for a mechanism that does not exist.
+    """
+    from slayformer.registry import attention_entry
+
+    name, mechanism = str(options["name"]), options.get("mechanism")
+    entry = attention_entry(str(mechanism or name))
+    hidden = {"mechanism"} if mechanism else {"mechanism", "name"}
+    if len({*entry.attention.backends} - {"auto"}) == 1:
+        hidden.add("backend")
+    known = {item.name for item in fields(entry.config)} - hidden
+    return nearest(key, known) if known else f"{name} has no options"
 
 
 def refuse_without_effect(config: AttentionConfig, given: Mapping[str, Any]) -> None:

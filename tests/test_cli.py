@@ -18,7 +18,9 @@ import train
 from slayformer import cli
 from slayformer.cli import compose, entry_point, own_options, quoted, strip_launcher_arguments
 from slayformer.config_loading import load_config, to_plain
-from slayformer.errors import DataError, UserError, nearest
+from slayformer.errors import ConfigError, DataError, UserError, nearest
+from slayformer.presets import load_preset, preset_names
+from slayformer.registry import attention_entry
 
 # each with a mistake and the key it should have been
 SCRIPTS = {
@@ -140,6 +142,29 @@ def test_the_quotes_that_are_told_work(text: str) -> None:
         compose("train", [f"initial_weights={text}", "dry_run=true"])
     typed = shlex.split(str(told.value).partition("is quoted: ")[2])
     assert compose("train", typed).initial_weights == text
+
+
+def test_the_options_listed_are_those_that_can_be_set() -> None:
+    for name in preset_names():
+        given = load_preset(name)
+        options = {item.name: getattr(given, item.name) for item in dataclasses.fields(given)}
+        del options["mechanism"]
+        if given.mechanism is None:
+            del options["name"]
+        if attention_entry(given.mechanism or name).attention.backends == ("auto", "torch"):
+            del options["backend"]
+        with pytest.raises(ConfigError) as told:
+            load_preset(name, xyzzy=1)
+        listed = ", ".join(sorted(options))
+        hint = f"choose from {listed}" if options else f"{name} has no options"
+        assert str(told.value) == f"attention.xyzzy=1: unknown key; {hint}"
+        effective = options.keys() - given.without_effect().keys() - {"name"}
+        assert load_preset(name, **{key: options[key] for key in effective}) == given
+    # the same for what is typed, with a plus or without
+    hint = r"^attention\.nodes(=5)?: unknown key; choose from backend, delta$"
+    for typed in ("attention.nodes=5", "+attention.nodes=5"):
+        with pytest.raises(UserError, match=hint):
+            load_config(compose("train", ["attention=linear_elu", typed]))
 
 
 def test_a_mechanism_without_options_says_so() -> None:
