@@ -82,7 +82,7 @@ def compose(
 
     None takes the arguments of the command line.
     An experiment and attention.backend, which no YAML file repeats, need not have Hydra's plus, nor
-    the regular expression of document_start its quotes.
+    the regular expression of document_start and letters beyond ASCII their quotes.
     Hydra's flags that only show something (`--help`, `--cfg job`) print it and exit with 0.
     Raises UserError for a flag, override, group option or key that does not exist.
     """
@@ -90,7 +90,7 @@ def compose(
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    arguments = strip_launcher_arguments(sys.argv[1:] if arguments is None else arguments)
+    arguments = _as_typed(sys.argv[1:] if arguments is None else arguments)
     arguments = [re.sub("^experiment=", "+experiment=", argument) for argument in arguments]
     arguments = [re.sub(r"^attention\.backend=", r"++\g<0>", argument) for argument in arguments]
     arguments = [
@@ -133,7 +133,7 @@ def own_options(arguments: list[str]) -> DictConfig | None:
     from omegaconf import OmegaConf
 
     try:
-        overrides = OverridesParser.create().parse_overrides(strip_launcher_arguments(arguments))
+        overrides = OverridesParser.create().parse_overrides(_as_typed(arguments))
     except HydraException:
         return None
     given = {one.key_or_group: one.value() for one in overrides}
@@ -188,12 +188,24 @@ def strip_launcher_arguments(arguments: list[str]) -> list[str]:
     return kept
 
 
+def _as_typed(arguments: list[str]) -> list[str]:
+    """Return what the user typed: without a launcher's arguments, and quoted where Hydra needs it.
+
+    Its grammar knows no letter beyond ASCII outside quotes, as in data.source.path=Bücher.
+    """
+    letters = r"([\w.+~@/]+)=([\w ./:+%@?|*-]*[^\W\d_a-zA-Z][\w ./:+%@?|*-]*)"
+    return [
+        re.sub(f"^{letters}$", _quote_value, argument)
+        for argument in strip_launcher_arguments(arguments)
+    ]
+
+
 def multirun_arguments(arguments: list[str]) -> tuple[list[str], list[str]] | None:
     """Return the overrides and the other flags of a command with -m or --multirun, else None.
 
     Raises UserError for a flag that Hydra does not know.
     """
-    arguments = strip_launcher_arguments(arguments)
+    arguments = _as_typed(arguments)
     flags = _parse_flags(arguments)
     if not flags.multirun:
         return None

@@ -16,7 +16,14 @@ from omegaconf import OmegaConf
 
 import train
 from slayformer import cli
-from slayformer.cli import compose, entry_point, own_options, quoted, strip_launcher_arguments
+from slayformer.cli import (
+    compose,
+    entry_point,
+    multirun_arguments,
+    own_options,
+    quoted,
+    strip_launcher_arguments,
+)
 from slayformer.config_loading import load_config, to_plain
 from slayformer.errors import ConfigError, DataError, UserError, nearest
 from slayformer.presets import load_preset, preset_names
@@ -135,7 +142,21 @@ def test_mistake_is_one_line_that_tells_what_works(
 
 
 @pytest.mark.parametrize(
-    "text", ["a b=c", "Übung", "(it's", "a{b\\", "$HOME=(`", "1,2", 'say "a=b"']
+    "text", ["Übung", "Grüße aus Köln", "書/文.txt", "./naïve-1", "Ω", "runs/α:β"]
+)
+def test_letters_beyond_ascii_need_no_quotes(text: str, tmp_path: Path) -> None:
+    for option in (f"initial_weights={text}", f"initial_weights='{text}'"):
+        assert compose("train", [option]).initial_weights == text
+    assert multirun_arguments(["-m", f"run_directory={text}"]) == ([f"run_directory='{text}'"], [])
+    run = tmp_path / text
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text("seed: 3\n")
+    going_on = own_options([f"run_directory={run}", "resume=auto"])
+    assert going_on == {"seed": 3, "run_directory": str(run), "resume": "auto"}
+
+
+@pytest.mark.parametrize(
+    "text", ["a b=c", "Ü{bung", "(it's", "a{b\\", "$HOME=(`", "1,2", 'say "a=b"']
 )
 def test_the_quotes_that_are_told_work(text: str) -> None:
     with pytest.raises(UserError, match=r"text(?: like this)? is quoted: ") as told:
