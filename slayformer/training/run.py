@@ -11,6 +11,7 @@ from rich.console import Console
 
 from slayformer.attention.context_parallel import check_context_parallel
 from slayformer.config import TrainConfig
+from slayformer.config_checks import BUDGET_OPTIONS
 from slayformer.data.tokenizer import vocabulary_size
 from slayformer.errors import UserError
 from slayformer.training import checkpoint, distributed
@@ -36,6 +37,7 @@ from slayformer.training.watch import watched
 def run(config: TrainConfig) -> Path | None:
     """Train as `config` says and return the run directory; None after a dry run.
 
+    A run to resume that is finished is left as it is.
     SIGINT, SIGTERM or SIGUSR1 on any rank ends it after the update under way, with a checkpoint.
     Raises UserError for whatever the user can mend.
     """
@@ -60,10 +62,28 @@ def run(config: TrainConfig) -> Path | None:
     lock = RunLock()
     try:
         start = distributed.run_on_main(lambda: _start(config, plan, inputs, weights, lock))
-        _train(config, plan, inputs, start, weights)
+        if start.finished:
+            _say_finished(config, plan, start)
+        else:
+            _train(config, plan, inputs, start, weights)
     finally:
         lock.release()
     return start.directory
+
+
+def _say_finished(config: TrainConfig, plan: Plan, start: RunStart) -> None:
+    if not distributed.is_main():
+        return
+    asked = {name: getattr(config.budget, name) for name in BUDGET_OPTIONS}
+    name, amount = next((name, amount) for name, amount in asked.items() if amount is not None)
+    Console().print(
+        f"finished: all {plan.updates:,} updates of {start.directory} are done; to train further "
+        f"give its options with a larger budget than budget.{name}={amount}, for example "
+        f"budget.{name}={2 * amount}",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 def _train(

@@ -50,6 +50,8 @@ class RunStart:
     metrics_from: Path | None = None
     # what the user should know of the way it was found
     warnings: tuple[str, ...] = ()
+    # whether nothing is left to do there
+    finished: bool = False
 
     @property
     def is_branch(self) -> bool:
@@ -134,7 +136,8 @@ def _find_start(config: TrainConfig, plan: Plan, tokenizer: Tokenizer) -> RunSta
                 f"{checkpoint} is not the newest of its run ({newest.name} is); to branch off "
                 f"there give run_directory=NEW_FOLDER"
             )
-        return RunStart(home, checkpoint, home, tuple(warnings))
+        done = _is_finished(home, checkpoint, plan)
+        return RunStart(home, checkpoint, home, tuple(warnings), done)
     return RunStart(_make_directory(config), checkpoint, home, tuple(warnings))
 
 
@@ -176,6 +179,16 @@ def check_fits(path: Path, config: TrainConfig, plan: Plan, tokenizer: Tokenizer
             f"{path} has seen {samples:,} samples in {update:,} updates, which the plan of this "
             f"batch and budget ({plan.samples:,} samples in {plan.updates:,} updates) never does"
         )
+
+
+def _is_finished(home: Path, checkpoint: Path, plan: Plan) -> bool:
+    """Return whether run `home`, at `checkpoint`, did all updates of `plan` and was summed up."""
+    try:
+        summary = json.loads((home / "summary.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    ended = isinstance(summary, dict) and summary.get("finished") is True
+    return ended and read_state(checkpoint)["update"] == summary.get("updates") == plan.updates
 
 
 def changed_settings(path: Path, config: TrainConfig) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from slayformer.training.checkpoint import find_checkpoint, read_state, verify_checkpoint
+from slayformer.training.checkpoint import find_checkpoint, verify_checkpoint
 
 pytestmark = pytest.mark.slow
 
@@ -106,9 +106,6 @@ def test_asked_to_stop_it_saves_and_goes_on_bit_for_bit(
         assert metrics(stopped, key) == launch.metrics("whole-2-4", key)
     summary = json.loads((stopped / "summary.json").read_text())
     assert summary["finished"] is True
-    # also of the process that was stopped
-    earlier = read_state(stopped / "checkpoints" / f"update_{int(done):07d}")
-    assert summary["peak_memory_bytes"] >= earlier["peak_memory_bytes"] > 2**26
 
 
 def test_a_rank_that_dies_or_stops_ends_the_other(

@@ -1,0 +1,70 @@
+"""A run that is finished and resumed: left as it is, and longer with a larger budget."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slayformer.training.checkpoint import MANIFEST, STATE, find_checkpoint, sha256
+from slayformer.training.run import run
+
+# what no process has in use
+PEAK_BYTES = 2**50
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    """Return every file by its path, but not the lock."""
+    files = {path.relative_to(directory).as_posix(): path for path in directory.rglob("*")}
+    return {name: path.read_bytes() for name, path in files.items() if path.is_file()}
+
+
+def validations(directory: Path) -> list[int]:
+    records = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
+    return [record["update"] for record in records if record["kind"] == "validation"]
+
+
+def claim_peak(checkpoint: Path) -> None:
+    """Let `checkpoint` say that the processes before have had PEAK_BYTES in use."""
+    state = json.loads((checkpoint / STATE).read_text())
+    assert state["peak_memory_bytes"] > 2**26
+    (checkpoint / STATE).write_text(json.dumps(state | {"peak_memory_bytes": PEAK_BYTES}))
+    manifest = json.loads((checkpoint / MANIFEST).read_text())
+    changed = {"bytes": (checkpoint / STATE).stat().st_size, "sha256": sha256(checkpoint / STATE)}
+    manifest["files"][STATE] |= changed
+    (checkpoint / MANIFEST).write_text(json.dumps(manifest))
+
+
+def test_a_finished_run_stays_as_it_is_until_it_gets_a_larger_budget(
+    train_config: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = tmp_path / "run"
+    # softmax: no kernel is compiled for it
+    again = ["attention=softmax", f"run_directory={directory}", "resume=auto"]
+    run(train_config(*again, "budget.updates=2"))
+    before = contents(directory)
+    assert validations(directory) == [2]
+    capsys.readouterr()
+
+    assert run(train_config(*again, "budget.updates=2")) == directory
+    assert contents(directory) == before
+    (told,) = capsys.readouterr().out.splitlines()
+    assert told.startswith(f"finished: all 2 updates of {directory} are done; ")
+    assert told.endswith("larger budget than budget.updates=2, for example budget.updates=4")
+
+    claim_peak(find_checkpoint(directory))
+    run(train_config(*again, "budget.updates=3"))
+    assert "going on after update 2 from" in capsys.readouterr().out
+    assert validations(directory) == [2, 3]
+    summary = json.loads((directory / "summary.json").read_text())
+    assert summary["updates"] == 3
+    # the most of any process of the run, also of those before this one
+    assert summary["peak_memory_bytes"] == PEAK_BYTES
+
+    # killed after the last checkpoint and before the summary: that is made up for
+    (directory / "summary.json").unlink()
+    run(train_config(*again, "budget.updates=3"))
+    assert validations(directory) == [2, 3]
+    assert json.loads((directory / "summary.json").read_text())["finished"] is True
