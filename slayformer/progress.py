@@ -26,8 +26,8 @@ class PlainProgress(Progress):
         terminal = console.is_terminal
         super().__init__(*columns, console=console, disable=not (terminal and shown), **options)
         self._in_lines = shown and not terminal
-        # the last line of each task, and the seconds after which it came
-        self._told: dict[TaskID, tuple[str, float]] = {}
+        # what was done at the last line of each task, and the seconds after which it came
+        self._told: dict[TaskID, tuple[float, float]] = {}
 
     def update(self, task_id: TaskID, *arguments: Any, **fields: Any) -> None:
         """Update the task as `rich` does, and print a line if it is time."""
@@ -51,12 +51,13 @@ class PlainProgress(Progress):
         if not self._in_lines or task is None or not task.visible:
             return
         now = task.elapsed or 0.0
-        before, then = self._told.get(task_id, ("", -float("inf")))
+        done, then = self._told.get(task_id, (-1.0, -float("inf")))
+        if last and task.completed == done:
+            return
         if not last and now - then < max(LINES_APART_S, LINES_APART_SHARE * now):
             return
         cells = [column(task) for column in self.columns if isinstance(column, ProgressColumn)]
         words = [cell.plain.strip() for cell in cells if isinstance(cell, Text)]
         line = " ".join(filter(None, words))
-        if line != before:
-            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
-        self._told[task_id] = (line, now)
+        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        self._told[task_id] = (task.completed, now)
