@@ -95,9 +95,9 @@ def run(config: CompareConfig, overrides: Sequence[str]) -> int:
     threads = config.threads or max(1, usable_cores() // at_once)
     console = Console()
     console.print(
-        f"{len(cells)} runs: {len(config.attention)} mechanisms x {len(config.seeds)} seeds, "
+        f"runs: {len(cells)} (mechanisms: {len(config.attention)}, seeds: {len(config.seeds)}), "
         f"{config.jobs} at a time, {config.processes} process{'es' * (config.processes > 1)} "
-        f"each with {threads} CPU threads, in {directory}",
+        f"each with CPU threads: {threads}, in {directory}",
         soft_wrap=True,
     )
     failed = train_cells(
