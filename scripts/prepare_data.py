@@ -1,6 +1,6 @@
 """Make the token shards that training will read: `python scripts/prepare_data.py data=sotu`.
 
-Takes every option of train.py; `data`, `tokenizer` and `+experiment` matter here.
+Takes every option of train.py; `data`, `tokenizer` and `experiment` matter here.
 """
 
 from __future__ import annotations
