@@ -84,9 +84,13 @@ def _share_cores() -> None:
     """
     if "OMP_NUM_THREADS" in os.environ:
         return
+    torch.set_num_threads(max(1, usable_cores() // processes_here()))
+
+
+def processes_here() -> int:
+    """Return how many processes of this run the launcher started on this machine; 1 if unknown."""
     # torchrun's name for it, and the deepspeed command's
-    local = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1"
-    torch.set_num_threads(max(1, usable_cores() // int(local)))
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1")
 
 
 def _shut_down() -> None:

@@ -48,12 +48,20 @@ class StopSignal:
 
 
 def resume_command(run_directory: Path) -> str:
-    """Return the command that goes on with this run, the overrides of this one included."""
+    """Return the command that goes on with this run, the overrides of this one included.
+
+    Where processes run on several machines, or Slurm started them, their launcher stands before it
+    in words: how it was called is not known here.
+    """
     own = sys.argv[1:] if Path(sys.argv[0]).name == "train.py" else []
     # the run remembers what weights it started from
     ours = ("resume", "run_directory", "initial_weights")
     kept = [a for a in strip_launcher_arguments(own) if a.split("=")[0] not in ours]
     world = distributed.world_size()
-    start = ["python"] if world == 1 else ["deepspeed", "--num_accelerators", str(world)]
     where = f"run_directory={quoted(str(run_directory))}"
-    return shlex.join([*start, "train.py", *kept, "resume=auto", where])
+    command = shlex.join(["train.py", *kept, "resume=auto", where])
+    if world == 1:
+        return f"python {command}"
+    if distributed.processes_here() == world:
+        return f"deepspeed --num_accelerators {world} {command}"
+    return f"(the launcher of these {world} processes) {command}"

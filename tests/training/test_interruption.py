@@ -1,0 +1,40 @@
+"""The command that goes on names a launcher only where that is known to be the right one."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from slayformer.training import distributed, interruption
+
+
+@pytest.mark.parametrize(
+    ("world_size", "here", "start"),
+    [
+        (1, {}, ["python", "train.py"]),
+        (2, {"LOCAL_SIZE": "2"}, ["deepspeed", "--num_accelerators", "2", "train.py"]),
+        (4, {"LOCAL_WORLD_SIZE": "4"}, ["deepspeed", "--num_accelerators", "4", "train.py"]),
+        # two machines, and Slurm, which names neither variable
+        (
+            16,
+            {"LOCAL_SIZE": "8"},
+            ["(the", "launcher", "of", "these", "16", "processes)", "train.py"],
+        ),
+        (2, {}, ["(the", "launcher", "of", "these", "2", "processes)", "train.py"]),
+    ],
+)
+def test_launcher(
+    world_size: int, here: dict[str, str], start: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("LOCAL_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in here.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(distributed, "world_size", lambda: world_size)
+    monkeypatch.setattr(sys, "argv", ["train.py", "--local_rank=0", "seed=1", "run_directory=old"])
+    command = shlex.split(interruption.resume_command(Path("/shared/a run")))
+    assert command[: len(start)] == start
+    assert command[len(start) :] == ["seed=1", "resume=auto", "run_directory='/shared/a run'"]
