@@ -270,8 +270,9 @@ class LinearAttention(Attention):
             chunk = self.local_size * max(1, ALIGNED_CHUNK // self.local_size)
         if lag:
             real = torch.ones_like(positions, dtype=torch.bool) if mask is None else mask
-            k = torch.cat([recent.k_BHWD.to(k.dtype), k], dim=2)
-            v = torch.cat([recent.v_BHWE.to(v.dtype), v], dim=2)
+            if continues:
+                k = torch.cat([recent.k_BHWD.to(k.dtype), k], dim=2)
+                v = torch.cat([recent.v_BHWE.to(v.dtype), v], dim=2)
             keys = Keys(
                 torch.cat([recent.position_BW, positions], dim=1),
                 torch.cat([recent.mask_BW, real], dim=1),
@@ -283,7 +284,8 @@ class LinearAttention(Attention):
             # to the document in the state
             assert keys.mask_BS is not None
             order, key_order = padding_first(mask), padding_first(keys.mask_BS)
-            q, k, v = in_order(q, order, 2), in_order(k, key_order, 2), in_order(v, key_order, 2)
+            of_kv = key_order if continues else order
+            q, k, v = in_order(q, order, 2), in_order(k, of_kv, 2), in_order(v, of_kv, 2)
             of_padding = before.memory_document_B
             walked_positions = in_order(positions, order, 1)
             walked_documents = documents_in_order(documents, mask, order, of_padding)
@@ -304,6 +306,7 @@ class LinearAttention(Attention):
             keys=keys,
             first_document_B=before.memory_document_B,
             lag=lag,
+            is_bare=lag > 0 and not continues,
             strict=strict,
             has_past=continues,
             has_future=continues,

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
 
 from slayformer.attention.base import without_autocast
 from slayformer.attention.features import Features
@@ -32,11 +33,19 @@ from slayformer.attention.projection import Projection
 
 @dataclass(frozen=True)
 class Keys:
-    """What is known of each key besides its vectors; with a lag, the W earlier keys come first."""
+    """What is known of each key besides its vectors; with a lag, the W earlier keys come first.
+
+    They do so whether they exist or not: those that do not are masked out.
+    """
 
     positions_BS: Tensor
     mask_BS: Tensor | None
     documents_BS: Tensor | None
+
+    def after(self, first: int) -> Keys:
+        """Return what is known of the keys but the first ones."""
+        parts = (self.positions_BS, self.mask_BS, self.documents_BS)
+        return Keys(*(None if x is None else x[:, first:] for x in parts))
 
 
 @dataclass(frozen=True)
@@ -62,6 +71,8 @@ class Walk:
     # the document whose keys the state before the first token holds
     first_document_B: Tensor
     lag: int
+    # whether k and v leave the lag's keys before the first token out, because there are none
+    is_bare: bool
     # keys strictly before the query only
     strict: bool
     # whether there is a state before the first token, and whether one is wanted after the last
@@ -69,6 +80,13 @@ class Walk:
     has_future: bool
     length: int
     chunk: int
+
+    def filled(self, k_BHSD: Tensor, v_BHSE: Tensor) -> tuple[Tensor, Tensor]:
+        """Return k and v with the lag's keys before the first token, zeros where there are none."""
+        if not self.is_bare:
+            return k_BHSD, v_BHSE
+        k_BHSD, v_BHSE = (pad(x, (0, 0, self.lag, 0)) for x in (k_BHSD, v_BHSE))
+        return k_BHSD, v_BHSE
 
     def chunks(self) -> list[Chunk]:
         """Return the chunks of the sequence in order."""
@@ -345,9 +363,10 @@ def apply_walk(
 ) -> tuple[Tensor, Tensor]:
     """Return (Σ score [v, 1] for every query, the state after the last), with gradients.
 
-    `k` and `v` hold `walk.lag` earlier keys before the T new ones. With `offset` the first is
-    Σ score v / (Σ score + offset) instead.
+    `k` and `v` hold `walk.lag` earlier keys before the T new ones, or none if `walk.is_bare`. With
+    `offset` the first is Σ score v / (Σ score + offset) instead.
     """
+    k, v = walk.filled(k, v)
     if walk.length <= walk.chunk or not torch.is_grad_enabled():
         sums, memory = _walk(walk, q, k, v, memory, tensors)
     else:

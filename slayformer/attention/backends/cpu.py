@@ -8,6 +8,8 @@ nothing of size T × M or T × T exists.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -122,6 +124,8 @@ def _mapped(
     offset: Tensor | float | None,
 ) -> tuple[Tensor, Tensor]:
     """Walk with factors that torch makes."""
+    k, v = walk.filled(k, v)
+    walk = replace(walk, is_bare=False)
     q, k = q.float(), k.float()
     query = walk.feature_map(q, *tensors, is_query=True, positions=walk.positions_BT)
     key = walk.feature_map(k, *tensors, is_query=False, positions=walk.keys.positions_BS)

@@ -67,6 +67,7 @@ class Pass:
             heads=heads,
             length=walk.length,
             lag=walk.lag,
+            absent=walk.lag if walk.is_bare else 0,
             strict=walk.strict,
             value_width=width,
             feature_count=memory.shape[2],
@@ -148,6 +149,10 @@ class Pass:
     def _point(self, memory: Tensor, epsilon: Tensor | None, near_scale: Tensor | None) -> None:
         """Fill in the plain arrays."""
         walk, keys = self.call.walk, self.call.walk.keys
+        if self.problem.absent and self.problem.chunk >= walk.length:
+            # nothing ever leaves the lag, and nothing is in it
+            keys = keys.after(walk.lag)
+            self.problem.lag = self.problem.absent = 0
         pointers = {
             "epsilon": epsilon,
             "near_scale": near_scale,

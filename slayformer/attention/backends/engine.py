@@ -49,7 +49,7 @@ class Problem(Structure):
     """Everything a call is told."""
 
     _fields_: ClassVar = [
-        *_fields(c_int64, "batch heads length lag strict value_width feature_count chunk"),
+        *_fields(c_int64, "batch heads length lag absent strict value_width feature_count chunk"),
         *_fields(c_int64, "segments threads has_past has_future is_bf16 is_quotient parts"),
         ("part", Part * MOST_PARTS),
         *_fields(c_void_p, "query_projection key_projection"),

@@ -75,6 +75,7 @@ def apply(
 
     from slayformer.attention.backends import triton_pass, triton_walk
 
+    k, v = walk.filled(k, v)
     call = triton_pass.Call(
         walk=walk,
         sides=_sides(walk),

@@ -57,7 +57,9 @@ struct Projection {
 };
 
 struct Problem {
-  Index batch, heads, length, lag, strict, value_width, feature_count, chunk, segments, threads;
+  // absent: of the lag's keys before the first token, which rows of keys leave out; arrays by key
+  // have places for them
+  Index batch, heads, length, lag, absent, strict, value_width, feature_count, chunk, segments, threads;
   // has_past, has_future: a state before the first token; one wanted after the last
   Index has_past, has_future;
   // value is bf16 rather than fp32; the output is the quotient rather than two sums

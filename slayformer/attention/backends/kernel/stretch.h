@@ -67,8 +67,11 @@ class Stretch : public Tokens {
       project_queries(chunk);
       std::fill_n(sums_, chunk.count * lds_, 0.0f);
       std::fill_n(normaliser_, ldq_, 0.0f);
-      for (Index start = 0; start < chunk.count; start += PANEL)
-        pairs.forward(panel(chunk, start), keys_);
+      for (Index start = 0; start < chunk.count;) {
+        const Queries queries = panel(chunk, start);
+        pairs.forward(queries, keys_);
+        start += queries.count;
+      }
       if (chunk.has_past && chunk.reads > 0) {
         load_query_columns(chunk);
         expansion_.read(query_f_, ldq_, chunk.reads, state_, state_ones_, sums_, normaliser_);
@@ -92,18 +95,21 @@ class Stretch : public Tokens {
       std::fill_n(keys_.d_f, map_.columns * ldk_, 0.0f);
       std::fill_n(keys_.d_near, problem_.near_width * ldk_, 0.0f);
       std::fill_n(keys_.d_values, keys_.count * lds_, 0.0f);
-      for (Index start = 0; start < chunk.count; start += PANEL) {
+      for (Index start = 0; start < chunk.count;) {
         const Queries queries = panel(chunk, start);
         std::fill_n(d_rows_, PANEL * map_.padded_columns, 0.0f);
         std::fill_n(d_near_, PANEL * ldn_, 0.0f);
         pairs.backward(queries, keys_);
         put_d_queries(queries);
+        start += queries.count;
       }
       if (chunk.has_past && chunk.reads > 0) pull_queries(chunk);
       put_d_keys(chunk, touched);
       if (query_projector_) {
         query_projector_->backward(chunk.start, chunk.count, d_query_rows_, 0);
-        key_projector_->backward(chunk.start, keys_.count, d_key_rows_, touched);
+        const Index missing = absent(chunk, keys_.count);
+        key_projector_->backward(key_row(chunk, missing), keys_.count - missing,
+                                 d_key_rows_ + missing * ld_rows_, touched - problem_.absent);
       }
       touched = chunk.start + keys_.count;
       if (i + 1 < last) enter(chunk);
@@ -128,7 +134,7 @@ class Stretch : public Tokens {
   void backward_through_state(Index first, Index last) {
     for (Index i = last - 1; i >= first; --i) {
       const Chunk chunk = cut(i);
-      if (chunk.has_future && chunk.enters < chunk.count) {
+      if (chunk.has_future && first_to_enter(chunk) < chunk.count) {
         load_values(chunk, chunk.count);
         load_key_columns(chunk, chunk.count);
         pull_keys(chunk);
@@ -171,8 +177,12 @@ class Stretch : public Tokens {
     });
   }
 
+  Index first_to_enter(const Chunk& chunk) const {
+    return std::max(chunk.enters, absent(chunk, chunk.count));
+  }
+
   void pull_keys(const Chunk& chunk) {
-    const Index from = chunk.enters, count = chunk.count - from;
+    const Index from = first_to_enter(chunk), count = chunk.count - from;
     transpose(chunk.count, problem_.value_width, keys_.values, lds_, keys_.values_by_key, ldk_);
     expansion_.pull(keys_.f + from, ldk_, count, state_, state_ones_, keys_.values_by_key + from,
                     ldk_, entering_ + from, d_columns_);
@@ -182,12 +192,12 @@ class Stretch : public Tokens {
                       part.d_key.at<float>(b_, h_, chunk.start + from), part.d_key.token);
     });
     if (key_projector_)
-      key_projector_->backward(chunk.start + from, count, d_key_rows_ + from * ld_rows_,
-                               chunk.start + chunk.count);
+      key_projector_->backward(key_row(chunk, from), count, d_key_rows_ + from * ld_rows_,
+                               key_row(chunk, chunk.count));
     std::fill_n(keys_.d_values, count * lds_, 0.0f);
     expansion_.read(keys_.f + from, ldk_, count, state_, state_ones_, keys_.d_values, nullptr);
     for (Index s = 0; s < count; ++s) {
-      float* to = problem_.d_value.at<float>(b_, h_, chunk.start + from + s);
+      float* to = problem_.d_value.at<float>(b_, h_, key_row(chunk, from + s));
       const float* d = keys_.d_values + s * lds_;
       const float is_real = keys_.real[from + s];
       for (Index e = 0; e < problem_.value_width; ++e) to[e] += d[e] * is_real;

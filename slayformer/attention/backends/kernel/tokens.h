@@ -96,15 +96,24 @@ class Tokens {
 
   Index all_keys() const { return problem_.length + problem_.lag; }
 
+  // how many of the first `count` keys of a chunk are absent
+  Index absent(const Chunk& chunk, Index count) const {
+    return std::min(std::max<Index>(0, problem_.absent - chunk.start), count);
+  }
+
+  // the row of key `s` of a chunk that is not absent
+  Index key_row(const Chunk& chunk, Index s) const { return chunk.start + s - problem_.absent; }
+
   template <class T>
   void load_values_as(const Chunk& chunk, Index count) {
     const uint8_t* mask = nullptr;
     if (problem_.key_mask) mask = problem_.key_mask + b_ * all_keys() + chunk.start;
+    const Index missing = absent(chunk, count);
     for (Index s = 0; s < count; ++s) {
-      const T* __restrict from = problem_.value.at<T>(b_, h_, chunk.start + s);
+      const T* __restrict from = problem_.value.at<T>(b_, h_, std::max<Index>(0, key_row(chunk, s)));
       prefetch(from + ROWS_AHEAD * problem_.value.token, problem_.value_width);
       float* __restrict to = keys_.values + s * lds_;
-      const bool is_real = !mask || mask[s];
+      const bool is_real = s >= missing && (!mask || mask[s]);
       for (Index e = 0; is_real && e < problem_.value_width; ++e) to[e] = to_float(from[e]);
       if (!is_real) std::fill_n(to, problem_.value_width, 0.0f);
       for (Index e = problem_.value_width; e < lds_; ++e) to[e] = 0.0f;
@@ -138,7 +147,10 @@ class Tokens {
 
   void load_key_columns(const Chunk& chunk, Index count) {
     if (key_projector_) {
-      key_projector_->forward(chunk.start, count, key_rows_);
+      const Index missing = absent(chunk, count);
+      std::fill_n(key_rows_, missing * ld_rows_, 0.0f);
+      key_projector_->forward(key_row(chunk, missing), count - missing,
+                              key_rows_ + missing * ld_rows_);
       point(chunk.start, key_rows_, &Part::key, &problem_.near_key);
       if (d_key_rows_) point(chunk.start, d_key_rows_, &Part::d_key, &problem_.d_near_key);
     }
@@ -245,7 +257,9 @@ class Tokens {
 
   Queries panel(const Chunk& chunk, Index start) const {
     Queries queries;
-    queries.count = std::min(PANEL, chunk.count - start);
+    // what a panel sees fills whole vectors, a short lag counted
+    const Index most = start == 0 && problem_.lag < PANEL ? PANEL - problem_.lag : PANEL;
+    queries.count = std::min(most, chunk.count - start);
     queries.first = chunk.start + start;
     queries.sees = start + problem_.lag + (problem_.strict ? 0 : 1);
     queries.places = places_.data() + start;
@@ -335,8 +349,8 @@ class Tokens {
     });
     if (problem_.near_kind != NO_KERNEL)
       put(problem_.d_near_key, problem_.near_width, keys_.d_near);
-    for (Index s = 0; s < keys_.count; ++s) {
-      float* to = problem_.d_value.at<float>(b_, h_, chunk.start + s);
+    for (Index s = absent(chunk, keys_.count); s < keys_.count; ++s) {
+      float* to = problem_.d_value.at<float>(b_, h_, key_row(chunk, s));
       prefetch<true>(to + ROWS_AHEAD * problem_.d_value.token, problem_.value_width);
       const float* d = keys_.d_values + s * lds_;
       for (Index e = 0; e < problem_.value_width; ++e) {
