@@ -44,8 +44,10 @@ class Keys:
 
     def after(self, first: int) -> Keys:
         """Return what is known of the keys but the first ones."""
-        parts = (self.positions_BS, self.mask_BS, self.documents_BS)
-        return Keys(*(None if x is None else x[:, first:] for x in parts))
+        mask, documents = (
+            None if x is None else x[:, first:] for x in (self.mask_BS, self.documents_BS)
+        )
+        return Keys(self.positions_BS[:, first:], mask, documents)
 
 
 @dataclass(frozen=True)
