@@ -157,10 +157,25 @@ class Pairs {
     return count;
   }
 
+  struct Span {
+    int32_t low = INT32_MAX, high = INT32_MIN;
+    Span(const int32_t* places, Index count) {
+      for (Index i = 0; i < count; ++i) {
+        low = std::min(low, places[i]);
+        high = std::max(high, places[i]);
+      }
+    }
+  };
+
   void find_near(const Queries& queries, const Keys& keys, Index start, Index count) {
     const int32_t reach = static_cast<int32_t>(std::min<Index>(problem_.near_size, INT32_MAX));
-    bool is_all = true;
     near_from_ = count, near_to_ = 0;
+    const Span of_queries(queries.places, queries.count), of_keys(keys.places + start, count);
+    const int32_t least_apart =
+        std::max(of_queries.low - of_keys.high, of_keys.low - of_queries.high);
+    nearness_ = FAR;
+    if (least_apart >= (problem_.near_rule == SAME_STRETCH ? 1 : reach)) return;
+    bool is_all = true;
     for (Index i = 0; i < queries.count; ++i) {
       const int32_t place = queries.places[i];
       float* row = near_ + i * BLOCK;
