@@ -33,8 +33,8 @@ class Features(ABC):
         """Return the features of the first `count` positions."""
 
     @abstractmethod
-    def scaled(self, factor: Tensor | float) -> Features:
-        """Return `factor` φ, for a factor, or one that broadcasts to [B, H, T, 1]."""
+    def scaled(self, factor: float) -> Features:
+        """Return `factor` φ."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Dense(Features):
     def first(self, count: int) -> Dense:
         return Dense(self.phi_BHTM[:, :, :count])
 
-    def scaled(self, factor: Tensor | float) -> Dense:
+    def scaled(self, factor: float) -> Dense:
         return Dense(self.phi_BHTM * factor)
 
 
@@ -73,7 +73,7 @@ class Kronecker(Features):
     def first(self, count: int) -> Kronecker:
         return Kronecker(self.left.first(count), self.right.first(count))
 
-    def scaled(self, factor: Tensor | float) -> Kronecker:
+    def scaled(self, factor: float) -> Kronecker:
         return Kronecker(self.left.scaled(factor), self.right)
 
 
@@ -117,9 +117,8 @@ class SumOfSquares(Features):
     def first(self, count: int) -> SumOfSquares:
         return self._each(lambda x: x[:, :, :count])
 
-    def scaled(self, factor: Tensor | float) -> SumOfSquares:
-        root = factor.sqrt().unsqueeze(-1) if isinstance(factor, Tensor) else factor**0.5
-        blocks = tuple(y * root for y in self.blocks)
+    def scaled(self, factor: float) -> SumOfSquares:
+        blocks = tuple(y * factor**0.5 for y in self.blocks)
         return SumOfSquares(blocks, self.rest_BHTL * factor)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> SumOfSquares:

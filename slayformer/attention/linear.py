@@ -306,7 +306,6 @@ class LinearAttention(Attention):
             keys=keys,
             first_document_B=before.memory_document_B,
             lag=lag,
-            is_bare=lag > 0 and not continues,
             strict=strict,
             has_past=continues,
             has_future=continues,

@@ -73,8 +73,6 @@ class Walk:
     # the document whose keys the state before the first token holds
     first_document_B: Tensor
     lag: int
-    # whether k and v leave the lag's keys before the first token out, because there are none
-    is_bare: bool
     # keys strictly before the query only
     strict: bool
     # whether there is a state before the first token, and whether one is wanted after the last
@@ -82,6 +80,11 @@ class Walk:
     has_future: bool
     length: int
     chunk: int
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether k and v leave the lag's keys before the first token out: there are none."""
+        return self.lag > 0 and not self.has_past
 
     def filled(self, k_BHSD: Tensor, v_BHSE: Tensor) -> tuple[Tensor, Tensor]:
         """Return k and v with the lag's keys before the first token, zeros where there are none."""

@@ -8,8 +8,6 @@ nothing of size T × M or T × T exists.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -125,7 +123,6 @@ def _mapped(
 ) -> tuple[Tensor, Tensor]:
     """Walk with factors that torch makes."""
     k, v = walk.filled(k, v)
-    walk = replace(walk, is_bare=False)
     q, k = q.float(), k.float()
     query = walk.feature_map(q, *tensors, is_query=True, positions=walk.positions_BT)
     key = walk.feature_map(k, *tensors, is_query=False, positions=walk.keys.positions_BS)
@@ -173,5 +170,5 @@ def per_head(x: Tensor | float, heads: int, device: torch.device | None = None) 
 def constant(x: Tensor | float, heads: int, device: torch.device | None = None) -> Tensor:
     """The same for what the compiled walk gives no gradient of."""
     if isinstance(x, Tensor) and x.requires_grad:
-        raise NotCovered("a learned scale or offset of this kind")
+        raise NotCovered("a learned offset")
     return per_head(x, heads, device)

@@ -67,7 +67,8 @@ class Pass:
             heads=heads,
             length=walk.length,
             lag=walk.lag,
-            absent=walk.lag if walk.is_bare else 0,
+            # factors that torch made are of filled keys
+            absent=walk.lag if walk.is_bare and call.columns is not None else 0,
             strict=walk.strict,
             value_width=width,
             feature_count=memory.shape[2],
