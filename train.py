@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
 from slayformer.cli import compose, entry_point, multirun_arguments, own_options
@@ -14,6 +15,8 @@ from slayformer.cli import compose, entry_point, multirun_arguments, own_options
 
 def main() -> None:
     """Compose, check and train."""
+    # a cluster's warning that comes before training waits for it instead of ending the process
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     several = multirun_arguments(sys.argv[1:])
     if several is not None:
         from slayformer.evaluation import multirun

@@ -123,9 +123,11 @@ def compose(
 
 
 def own_options(arguments: list[str]) -> DictConfig | None:
-    """Return the options a run was started with, where it is all that `arguments` name.
+    """Return the options a run was started with, with the changes in `arguments`.
 
-    That is `run_directory=FOLDER resume=auto` with a config.yaml in the folder; else None.
+    That is for `run_directory=FOLDER resume=auto` with a config.yaml in the folder; beside them may
+    stand values such as budget.updates=200 and groups such as engine=zero2. None for anything else:
+    an experiment and options of the mechanism are composed anew.
     """
     import yaml  # type: ignore[import-untyped]
     from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -136,16 +138,29 @@ def own_options(arguments: list[str]) -> DictConfig | None:
         overrides = OverridesParser.create().parse_overrides(_as_typed(arguments))
     except HydraException:
         return None
-    given = {one.key_or_group: one.value() for one in overrides}
-    if len(overrides) != 2 or set(given) != {"run_directory", "resume"}:
+    given = {one.key_or_group: one for one in overrides}
+    if not given.keys() >= {"run_directory", "resume"} or given["resume"].value() != "auto":
         return None
-    file = Path(str(given["run_directory"])).expanduser() / "config.yaml"
-    if given["resume"] != "auto" or not file.is_file():
+    rooms = {key.partition(".")[0] for key in given}
+    if rooms & {"attention", "experiment"} or any(one.is_delete() for one in overrides):
+        return None
+    file = Path(str(given["run_directory"].value())).expanduser() / "config.yaml"
+    if not file.is_file():
         return None
     try:
-        return OmegaConf.merge(OmegaConf.load(file), given)  # type: ignore[return-value]
+        own = OmegaConf.load(file)
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise UserError(f"{file} cannot be read: {error}") from error
+    known = _dotted(OmegaConf.to_container(own))  # type: ignore[arg-type]
+    if not given.keys() <= known.keys():
+        return None
+    groups = [key for key in given if isinstance(known[key], dict)]
+    composed = compose("train", [given[key].input_line or "" for key in groups])
+    for key in groups:
+        OmegaConf.update(own, key, composed[key], merge=False)
+    for key in given.keys() - set(groups):
+        OmegaConf.update(own, key, given[key].value(), merge=False)
+    return own  # type: ignore[return-value]
 
 
 def _refuse_without_effect(composed: DictConfig, arguments: list[str]) -> None:

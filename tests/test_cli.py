@@ -150,7 +150,7 @@ def test_letters_beyond_ascii_need_no_quotes(text: str, tmp_path: Path) -> None:
     assert multirun_arguments(["-m", f"run_directory={text}"]) == ([f"run_directory='{text}'"], [])
     run = tmp_path / text
     run.mkdir(parents=True)
-    (run / "config.yaml").write_text("seed: 3\n")
+    (run / "config.yaml").write_text("{seed: 3, run_directory: null, resume: null}")
     going_on = own_options([f"run_directory={run}", "resume=auto"])
     assert going_on == {"seed": 3, "run_directory": str(run), "resume": "auto"}
 
@@ -379,9 +379,22 @@ def test_a_run_goes_on_with_its_own_options(tmp_path: Path) -> None:
         going_on = own_options(arguments)
         assert going_on is not None
         assert load_config(going_on) == dataclasses.replace(started, resume="auto")
+    # with changes: values by themselves, groups as a whole
+    changes = ["budget.updates=9", "budget=updates", "engine=zero2", "batch.ramp=null"]
+    going_on = own_options([place, "resume=auto", *changes])
+    assert going_on is not None
+    changed = load_config(going_on)
+    assert changed.engine.zero_stage == 2
+    budget = dataclasses.replace(started.budget, tokens=None, updates=9)
+    assert changed == dataclasses.replace(
+        started, resume="auto", budget=budget, engine=changed.engine
+    )
     # anything else is composed as ever
-    for arguments in ([place], [place, "resume=auto", "seed=7"], [place, f"resume={run}"], ["(="]):
+    anew = ("attention=slay_best", "experiment=cpu_race", "~seed", "no.such=1", "seeed=1")
+    for arguments in ([place], [place, f"resume={run}"], ["(="]):
         assert own_options(arguments) is None
+    for option in anew:
+        assert own_options([place, "resume=auto", option]) is None
     file.write_text("seed: [")
     with pytest.raises(UserError, match=r"config\.yaml cannot be read"):
         own_options([place, "resume=auto"])

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import shlex
 import signal
-import sys
 import threading
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from slayformer.cli import quoted, strip_launcher_arguments
+from slayformer.cli import quoted
 from slayformer.training import distributed
 
 # SIGUSR1 is how clusters announce that they will take the machines away
@@ -21,7 +20,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 class StopSignal:
     """Within this context SIGINT, SIGTERM and SIGUSR1 only set `received`.
 
-    Rank 0 says so, in one line. A second SIGINT interrupts.
+    Rank 0 says so, in one line. A second SIGINT interrupts. A SIGUSR1 that train.py held back until
+    here is received at once.
 
     Outside the main thread, where Python takes no signals, it does nothing.
     """
@@ -33,6 +33,7 @@ class StopSignal:
     def __enter__(self) -> StopSignal:
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._receive) for number in SIGNALS}
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -48,18 +49,13 @@ class StopSignal:
 
 
 def resume_command(run_directory: Path) -> str:
-    """Return the command that goes on with this run, the overrides of this one included.
+    """Return the command that goes on with this run and its own options.
 
     Where processes run on several machines, or Slurm started them, their launcher stands before it
     in words: how it was called is not known here.
     """
-    own = sys.argv[1:] if Path(sys.argv[0]).name == "train.py" else []
-    # the run remembers what weights it started from
-    ours = ("resume", "run_directory", "initial_weights")
-    kept = [a for a in strip_launcher_arguments(own) if a.split("=")[0] not in ours]
     world = distributed.world_size()
-    where = f"run_directory={quoted(str(run_directory))}"
-    command = shlex.join(["train.py", *kept, "resume=auto", where])
+    command = shlex.join(["train.py", f"run_directory={quoted(str(run_directory))}", "resume=auto"])
     if world == 1:
         return f"python {command}"
     if distributed.processes_here() == world:

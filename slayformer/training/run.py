@@ -78,7 +78,7 @@ def _say_finished(config: TrainConfig, plan: Plan, start: RunStart) -> None:
     name, amount = next((name, amount) for name, amount in asked.items() if amount is not None)
     Console().print(
         f"finished: all {plan.updates:,} updates of {start.directory} are done; to train further "
-        f"give its options with a larger budget than budget.{name}={amount}, for example "
+        f"give a larger budget than budget.{name}={amount} too, for example "
         f"budget.{name}={2 * amount}",
         markup=False,
         highlight=False,

@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 import slayformer
 from slayformer.config import SourceConfig, TrainConfig
 from slayformer.config_loading import to_plain
+from slayformer.data.shards import write_atomically
 from slayformer.data.tokenizer import Tokenizer
 from slayformer.errors import CheckpointError, ConfigError, UserError
 from slayformer.huggingface.hub import is_hub_name
@@ -209,7 +210,9 @@ def write_records(directory: Path, config: TrainConfig, plan: Plan) -> None:
     """
     try:
         (directory / "summary.json").unlink(missing_ok=True)
-        OmegaConf.save(OmegaConf.create(to_plain(config)), directory / "config.yaml")
+        options = OmegaConf.to_yaml(OmegaConf.create(to_plain(config)))
+        # whole or not at all: a run that is killed here goes on with its options
+        write_atomically(directory / "config.yaml", (options.encode(),))
         write_json(directory / "plan.json", plan.to_plain())
         write_json(directory / "environment.json", describe_environment())
     except OSError as error:
@@ -217,8 +220,8 @@ def write_records(directory: Path, config: TrainConfig, plan: Plan) -> None:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write `content` to `path` as JSON."""
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    """Write `content` to `path` as JSON, whole or not at all."""
+    write_atomically(path, ((json.dumps(content, indent=2) + "\n").encode(),))
 
 
 def describe_environment() -> dict[str, Any]:

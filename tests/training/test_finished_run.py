@@ -52,7 +52,7 @@ def test_a_finished_run_stays_as_it_is_until_it_gets_a_larger_budget(
     assert contents(directory) == before
     (told,) = capsys.readouterr().out.splitlines()
     assert told.startswith(f"finished: all 2 updates of {directory} are done; ")
-    assert told.endswith("larger budget than budget.updates=2, for example budget.updates=4")
+    assert told.endswith("larger budget than budget.updates=2 too, for example budget.updates=4")
 
     claim_peak(find_checkpoint(directory))
     run(train_config(*again, "budget.updates=3"))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shlex
-import sys
+import signal
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,18 @@ def test_launcher(
     for name, value in here.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(distributed, "world_size", lambda: world_size)
-    monkeypatch.setattr(sys, "argv", ["train.py", "--local_rank=0", "seed=1", "run_directory=old"])
     command = shlex.split(interruption.resume_command(Path("/shared/a run")))
     assert command[: len(start)] == start
-    assert command[len(start) :] == ["seed=1", "resume=auto", "run_directory='/shared/a run'"]
+    assert command[len(start) :] == ["run_directory='/shared/a run'", "resume=auto"]
+
+
+def test_a_warning_that_came_during_the_imports_is_not_lost() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    try:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        with interruption.StopSignal() as stop:
+            assert stop.received
+        with interruption.StopSignal() as stop:
+            assert not stop.received
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -12,7 +13,7 @@ import pytest
 
 from slayformer.config import TrainConfig
 from slayformer.data.tokenizer import BytesTokenizer
-from slayformer.errors import CheckpointError, ConfigError
+from slayformer.errors import CheckpointError, ConfigError, UserError
 from slayformer.model.gpt2 import GPT2
 from slayformer.training import run_directory
 from slayformer.training.budget import Plan, make_plan
@@ -169,6 +170,24 @@ def test_records_of_a_run(train_config: Any, tmp_path: Path) -> None:
     environment = json.loads((tmp_path / "environment.json").read_text())
     assert environment["packages"]["torch"].startswith("2.")
     assert not (tmp_path / "summary.json").exists()
+
+
+def test_a_record_is_written_whole_or_stays_as_it_was(
+    train_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = train_config("attention=slay")
+    write_records(tmp_path, config, plan_of(config))
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    for name in ("config.yaml", "plan.json", "environment.json"):
+        before = (tmp_path / name).read_text()
+        with pytest.raises(UserError, match=r"cannot be written: .*No space left"):
+            write_records(tmp_path, train_config("seed=8"), plan_of(config))
+        assert (tmp_path / name).read_text() == before
+    assert not list(tmp_path.glob("*.tmp"))
 
 
 def test_run_names_tell_mechanism_and_time(
