@@ -59,7 +59,7 @@ class Attention(nn.Module):
         """Return (y_BHTE in the dtype of v, the new state or None if `state` is None).
 
         `mask` [B, T] bool: True where a token is real; padding is neither seen nor counted.
-        `document_ids` [B, T] int: tokens see only their own document; ids never fall along T.
+        `document_ids` [B, T] of any whole numbers: tokens see only their own document; ids never fall along T.
         `state`: what came before these tokens, from `init_state` or an earlier call; causal only.
         """
         raise NotImplementedError
@@ -132,12 +132,16 @@ def generator(seed: int) -> torch.Generator:
 def real_document_ids(
     mask: Tensor | None, document_ids: Tensor | None, before_B: Tensor | None = None
 ) -> Tensor | None:
-    """Return `document_ids` with padding given the id of the real token before it.
+    """Return `document_ids` as int64, padding with the id of the real token before it.
 
     Where there is none, padding gets that of `before_B`, the document that these tokens follow
     (None: -1).
     """
-    if document_ids is None or mask is None:
+    if document_ids is None:
+        return None
+    # compiled code reads them as such
+    document_ids = document_ids.long()
+    if mask is None:
         return document_ids
     index = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
     last_real = torch.where(mask, index, -1).cummax(dim=1).values

@@ -132,7 +132,7 @@ def make_stretch(
         documents_BS = torch.zeros(batch_size, sum(lengths), dtype=torch.long, device=device)
     else:
         # stretches may differ by a few tokens: gather them padded to the longest
-        padded = torch.nn.functional.pad(document_ids_BT, (0, max(lengths) - length))
+        padded = torch.nn.functional.pad(document_ids_BT.long(), (0, max(lengths) - length))
         gathered = [torch.empty_like(padded) for _ in lengths]
         dist.all_gather(gathered, padded.contiguous(), group=group)
         pieces = [one[:, :size] for one, size in zip(gathered, lengths, strict=True)]

@@ -338,6 +338,25 @@ class TestContract:
                 parts.append(y)
             assert_close(attention, torch.cat(parts, 2), whole)
 
+    def test_whole_numbers_of_any_width_name_documents(self, name):
+        attention = build(name)
+        mask = torch.arange(50).expand(2, -1) != 7
+        ids = (torch.arange(50) // torch.tensor([[11], [30]])).contiguous()
+        for dtype in (torch.float32, torch.float64):
+            q, k, v = heads(2, 50, dtype=dtype)
+            found = []
+            for width in (torch.int64, torch.int32, torch.uint8):
+                first, state = attention(
+                    *(x[:, :, :20] for x in (q, k, v)),
+                    mask=mask[:, :20],
+                    document_ids=ids[:, :20].to(width),
+                    state=attention.init_state(2),
+                )
+                rest = (x[:, :, 20:] for x in (q, k, v))
+                second, _ = attention(*rest, document_ids=ids[:, 20:].to(width), state=state)
+                found.append(torch.cat([first, second], dim=2))
+            assert all(torch.equal(y, found[0]) for y in found)
+
     def test_padding_among_documents_across_a_state(self, name):
         """Padding belongs to what came before it, also where a piece begins with it."""
         attention = build(name)

@@ -130,8 +130,8 @@ class Pass:
         documents: dict[str, Any] = {"query_documents": self.v, "key_documents": self.v}
         if walk.documents_BT is not None and keys.documents_BS is not None:
             documents = {
-                "query_documents": walk.documents_BT.long().contiguous(),
-                "key_documents": keys.documents_BS.long().contiguous(),
+                "query_documents": walk.documents_BT.contiguous(),
+                "key_documents": keys.documents_BS.contiguous(),
             }
         return {
             **documents,
