@@ -79,7 +79,10 @@ class Attention(nn.Module):
 
 @dataclass(frozen=True)
 class Place:
-    """How far a sequence has come: the current document (-1: none yet) and its real tokens."""
+    """How far a sequence has come: the current document and its real tokens.
+
+    Tokens without ids are of document 0.
+    """
 
     document_B: Tensor
     position_B: Tensor
@@ -88,7 +91,7 @@ class Place:
     def start(batch_size: int, device: torch.device | str) -> Place:
         """Return the place before the first token."""
         zero = torch.zeros(batch_size, dtype=torch.long, device=device)
-        return Place(zero - 1, zero)
+        return Place(zero, zero)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

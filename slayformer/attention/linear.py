@@ -170,7 +170,7 @@ class LinearAttention(Attention):
         documents = real_document_ids(mask, document_ids, before.place.document_B)
         if self.local_size and documents is None and state is not None:
             # the remembered keys may be of another document than the new ones
-            documents = before.place.document_B.clamp_min(0)[:, None].expand(-1, length)
+            documents = before.place.document_B[:, None].expand(-1, length)
         if mask is None and document_ids is None:
             positions = following_positions(length, before.place)
         else:

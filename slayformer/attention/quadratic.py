@@ -79,7 +79,7 @@ def gather_context(
         past = state.k_BHSD.shape[2]
         if documents is None:
             # without ids the new tokens belong to the document that was current before them
-            documents = place.document_B.clamp_min(0)[:, None].expand(-1, length)
+            documents = place.document_B[:, None].expand(-1, length)
         key_positions = torch.cat([state.position_BS, positions], dim=1)
         state = KeyValueState(
             torch.cat([state.k_BHSD.to(k_BHTD.dtype), k_BHTD], dim=2),

@@ -338,6 +338,25 @@ class TestContract:
                 parts.append(y)
             assert_close(attention, torch.cat(parts, 2), whole)
 
+    def test_tokens_without_ids_are_of_the_document_before_them_or_of_0(self, name):
+        attention = build(name)
+        for dtype in (torch.float32, torch.float64):
+            q, k, v = heads(2, 50, dtype=dtype)
+            ids = torch.repeat_interleave(torch.tensor([0, 4]), torch.tensor([30, 20]))
+            ids = ids.expand(2, -1)
+            whole, _ = attention(q, k, v, document_ids=ids)
+            for named in ((False, True), (True, False, True)):
+                bounds = [0, 12, 50] if len(named) == 2 else [0, 6, 25, 50]
+                state, parts = attention.init_state(2), []
+                for (start, stop), has_ids in zip(pairwise(bounds), named, strict=True):
+                    y, state = attention(
+                        *(x[:, :, start:stop] for x in (q, k, v)),
+                        document_ids=ids[:, start:stop] if has_ids else None,
+                        state=state,
+                    )
+                    parts.append(y)
+                assert_close(attention, torch.cat(parts, 2), whole)
+
     def test_whole_numbers_of_any_width_name_documents(self, name):
         attention = build(name)
         mask = torch.arange(50).expand(2, -1) != 7
