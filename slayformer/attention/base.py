@@ -161,7 +161,8 @@ def following_positions(length: int, place: Place) -> Tensor:
 def token_positions(mask_BT: Tensor, documents_BT: Tensor | None, place: Place) -> Tensor:
     """Return each token's position in its document, [B, T] from 0, padding not counted.
 
-    `place` says where the tokens before these ended.
+    Padding has the position of the real token before it, −1 before the first. `place` says where
+    the tokens before these ended.
     """
     real = mask_BT.long()
     seen = real.cumsum(dim=1)
@@ -172,7 +173,7 @@ def token_positions(mask_BT: Tensor, documents_BT: Tensor | None, place: Place) 
         lowest = torch.iinfo(torch.long).min
         start_seen = torch.where(starts, seen - real, lowest).cummax(dim=1).values
         offset = torch.maximum(offset, start_seen)
-    return (seen - 1 - offset).clamp_min(0)
+    return seen - 1 - offset
 
 
 def place_after(place: Place, positions_BT: Tensor, documents_BT: Tensor | None) -> Place:

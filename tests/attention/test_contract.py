@@ -47,6 +47,20 @@ def build(name: str, *, exact_normaliser: bool = False, width: int = WIDTH) -> A
     )
 
 
+def with_stretches(name: str) -> Attention:
+    """Build `name` with near pairs those of one stretch, if it can, and far ones of less weight."""
+    attention = build(name)
+    if hasattr(attention.config, "local") and attention.positive:
+        changed = dataclasses.replace(attention.config, local="chunk")
+        attention = build_attention(
+            changed, num_heads=HEADS, head_dim=WIDTH, max_sequence_length=8192, seed=11
+        )
+        for key, parameter in attention.named_parameters():
+            if "far" in key:
+                parameter.data.fill_(-0.7)
+    return attention
+
+
 def heads(batch: int, length: int, *, seed: int = 0, dtype=torch.float64, scale: float = 1.0):
     """Return q, k, v of shape [batch, HEADS, length, WIDTH]."""
     draws = torch.Generator().manual_seed(seed)
@@ -304,6 +318,35 @@ class TestContract:
         for row, start in enumerate((padding, 0, 2)):
             alone, _ = attention(*(x[row : row + 1, :, start:] for x in (q, k, v)))
             assert_close(attention, together[row : row + 1, :, start:], alone)
+
+    def test_segments_of_padding_alone_count_nothing(self, name):
+        """Before the first token, between documents and inside one, beside a row of tokens."""
+        attention = with_stretches(name)
+        mask = torch.ones(2, 150, dtype=torch.bool)
+        mask[0, :13] = mask[0, 20:30] = mask[0, 100:110] = False
+        ids = (torch.arange(150) // 100).expand(2, -1)
+        real = mask[:, None, :, None]
+        for dtype in (torch.float32, torch.float64):
+            q, k, v = heads(2, 150, dtype=dtype)
+            for documents in (None, ids):
+                whole, _ = attention(q, k, v, mask=mask, document_ids=documents)
+                state, parts = attention.init_state(2), []
+                for start, stop in pairwise([0, 1, 9, 13, 14, 20, 25, 30, 100, 110, 150]):
+                    span = slice(start, stop)
+                    y, state = attention(
+                        *(x[:, :, span] for x in (q, k, v)),
+                        mask=mask[:, span],
+                        document_ids=None if documents is None else documents[:, span],
+                        state=state,
+                    )
+                    parts.append(y)
+                counts = [117, 150] if documents is None else [40, 50]
+                assert state.place.position_B.tolist() == counts
+                together = torch.cat(parts, 2)
+                assert bool(together.isfinite().all())
+                assert_close(attention, together * real, whole * real)
+            alone, _ = attention(*(x[:1, :, 13:20] for x in (q, k, v)))
+            assert_close(attention, together[:1, :, 13:20], alone)
 
     @pytest.mark.parametrize("causal", [True, False])
     def test_packed_documents_equal_each_alone(self, name, causal):
