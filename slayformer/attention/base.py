@@ -59,7 +59,8 @@ class Attention(nn.Module):
         """Return (y_BHTE in the dtype of v, the new state or None if `state` is None).
 
         `mask` [B, T] bool: True where a token is real; padding is neither seen nor counted.
-        `document_ids` [B, T] of any whole numbers: tokens see only their own document; ids never fall along T.
+        `document_ids` [B, T] int of any width: tokens see only their own document; ids never fall
+        along T.
         `state`: what came before these tokens, from `init_state` or an earlier call; causal only.
         """
         raise NotImplementedError

@@ -60,7 +60,7 @@ class LinearAttention(Attention):
     local_size: int = 0
     # least normaliser per visible key of a signed map; 0: no guard
     guard_floor: float = 0.0
-    # share of the last call's rows that the guard replaced
+    # share of the last call's real tokens' rows that the guard replaced
     guarded_share: Tensor | None = None
 
     def __init__(self, config: Any, **sizes: Any) -> None:
@@ -174,8 +174,7 @@ class LinearAttention(Attention):
         if mask is None and document_ids is None:
             positions = following_positions(length, before.place)
         else:
-            real = torch.ones(batch_size, length, dtype=torch.bool, device=q_BHTD.device)
-            positions = token_positions(real if mask is None else mask, documents, before.place)
+            positions = token_positions(_real(mask, q_BHTD), documents, before.place)
         with without_autocast(q_BHTD.device.type):
             prepared = self._prepared(accumulation_dtype(q_BHTD.dtype))
             offset = prepared.offset
@@ -195,17 +194,19 @@ class LinearAttention(Attention):
             )
             if whole:
                 return result, after if continues else None
-            sums_BHTN = result
+            sums_BHTN, visible_BT = result, positions + 1
             if not causal:
                 # the keys after each query: the strict walk over the reversed sequence
                 q, k, v = (x.flip(2) for x in (q_BHTD, k_BHTD, v_BHTE))
-                mask, documents = (None if x is None else x.flip(1) for x in (mask, documents))
+                turned_mask, turned = (None if x is None else x.flip(1) for x in (mask, documents))
+                later_BT = token_positions(_real(turned_mask, q), turned, before.place).flip(1)
+                visible_BT = visible_BT + later_BT
                 later_BHTN, _ = self._walk(
                     q,
                     k,
                     v,
-                    mask,
-                    documents,
+                    turned_mask,
+                    turned,
                     positions.flip(1),
                     before,
                     prepared,
@@ -215,22 +216,28 @@ class LinearAttention(Attention):
                 sums_BHTN = sums_BHTN + later_BHTN.flip(2)
             normaliser_BHT1 = sums_BHTN[..., -1:] + offset
             if self.guard_floor > 0:
-                y_BHTE = self._guarded(sums_BHTN[..., :-1], normaliser_BHT1, v_BHTE, positions)
+                real_BT = _real(mask, q_BHTD)
+                y_BHTE = self._guarded(sums_BHTN, normaliser_BHT1, v_BHTE, visible_BT, real_BT)
             else:
                 y_BHTE = sums_BHTN[..., :-1] / normaliser_BHT1
         return y_BHTE.to(v_BHTE.dtype), after if continues else None
 
     def _guarded(
-        self, sums_BHTE: Tensor, normaliser_BHT1: Tensor, v_BHTE: Tensor, positions_BT: Tensor
+        self,
+        sums_BHTN: Tensor,
+        normaliser_BHT1: Tensor,
+        v_BHTE: Tensor,
+        visible_BT: Tensor,
+        real_BT: Tensor,
     ) -> Tensor:
         """Return the quotient where the normaliser is above its floor, else the token's own v.
 
         The floor is `guard_floor` times the number of visible keys.
         """
-        visible_BHT1 = (positions_BT + 1)[:, None, :, None]
-        sound = normaliser_BHT1 > self.guard_floor * visible_BHT1
-        self.guarded_share = 1 - sound.float().mean().detach()
-        quotient = sums_BHTE / torch.where(sound, normaliser_BHT1, 1.0)
+        sound = normaliser_BHT1 > self.guard_floor * visible_BT[:, None, :, None]
+        share_BT = (~sound).float().mean(dim=(1, 3))
+        self.guarded_share = (share_BT * real_BT).sum() / real_BT.sum().clamp_min(1)
+        quotient = sums_BHTN[..., :-1] / torch.where(sound, normaliser_BHT1, 1.0)
         return torch.where(sound, quotient, v_BHTE.to(quotient.dtype))
 
     def is_near(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
@@ -323,3 +330,10 @@ class LinearAttention(Attention):
             return result, before
         place = place_after(before.place, positions, documents)
         return result, before.after(memory, place, k, v, keys)
+
+
+def _real(mask_BT: Tensor | None, q_BHTD: Tensor) -> Tensor:
+    """Return which of the tokens of `q_BHTD` are real, [B, T]: without a mask all."""
+    if mask_BT is not None:
+        return mask_BT
+    return torch.ones_like(q_BHTD[:, 0, :, 0], dtype=torch.bool)

@@ -95,7 +95,7 @@ def dense(attention: Attention, q: Tensor, k: Tensor, v: Tensor, visible: Tensor
     kernel = torch.where(visible, kernel, 0.0)
     normaliser = kernel.sum(-1, keepdim=True) + attention.normaliser_offset(torch.float64)
     if attention.guard_floor:
-        keys = torch.arange(1, q.shape[2] + 1, dtype=torch.float64)[:, None]
+        keys = visible.sum(-1, keepdim=True)
         sound = normaliser > attention.guard_floor * keys
         return torch.where(sound, kernel @ v / torch.where(sound, normaliser, 1.0), v)
     return kernel @ v / normaliser
@@ -442,6 +442,30 @@ class TestContract:
                 )
                 parts.append(y)
             assert_close(attention, torch.cat(parts, 2) * real, whole * real)
+
+    def test_the_guard_counts_what_a_token_sees_and_tokens_alone(self, name):
+        """From all sides: one floor for every token of a document, padding nobody."""
+        attention = build(name)
+        if not getattr(attention, "guard_floor", 0.0):
+            pytest.skip("no normaliser of it can be negative")
+        mask = torch.ones(2, 90, dtype=torch.bool)
+        mask[0, :20] = mask[1, 60:] = mask[1, 5:9] = False
+        ids = (torch.arange(90) // 50).expand(2, -1)
+        options = {"causal": False, "mask": mask, "document_ids": ids}
+        for dtype in (torch.float32, torch.float64):
+            q, k, v = heads(2, 90, dtype=dtype)
+            y, _ = attention(q, k, v, **options)
+            own = (y == v).all(-1)
+            share = own.transpose(1, 2)[mask].to(dtype).mean()
+            assert 0 < share < 1
+            torch.testing.assert_close(attention.guarded_share, share.float())
+            # the same tokens in another order inside each document
+            order = torch.cat([torch.randperm(50), 50 + torch.randperm(40)])
+            options = {**options, "mask": mask[:, order]}
+            other, _ = attention(*(x[:, :, order] for x in (q, k, v)), **options)
+            kept = options["mask"][:, None, :, None]
+            assert_close(attention, other * kept, y[:, :, order] * kept)
+            options = {**options, "mask": mask}
 
     def test_state_dict_carries_everything_random(self, name):
         attention = build(name)
