@@ -64,6 +64,10 @@ class AttentionConfig:
         """Return the options that do nothing here, each with the choice that makes it so."""
         return {}
 
+    def redraws(self) -> bool:
+        """Return whether passes in training change what the mechanism draws."""
+        return False
+
 
 @dataclass
 class ModelConfig:

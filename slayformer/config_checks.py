@@ -127,6 +127,13 @@ def _validate_train(config: TrainConfig) -> None:
         hint = f"resume={config.resume} goes on with weights of its own; leave one of them out"
         raise ConfigError("initial_weights", config.initial_weights, hint)
     _validate_engine(config.engine)
+    if config.attention.redraws():
+        # the backward pass and every rank need what the forward pass drew
+        for name, off in (("activation_checkpointing", "none"), ("context_parallel", 1)):
+            value = getattr(config.engine, name)
+            if value != off:
+                hint = f"cannot follow draws that change in training; use {off}, or redraw_every=0"
+                raise ConfigError(f"engine.{name}", value, hint)
 
 
 def _validate_parts(data: DataConfig) -> None:

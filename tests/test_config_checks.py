@@ -12,6 +12,7 @@ from slayformer.config_commands import RecallConfig
 from slayformer.config_loading import load_config, to_plain
 from slayformer.errors import ConfigError
 
+REDRAWN = ["attention=performer", "attention.redraw_every=5"]
 RAMP = "start_samples: 8, increment_samples: 8"
 
 
@@ -44,6 +45,11 @@ RAMP = "start_samples: 8, increment_samples: 8"
         ),
         (["engine.deepspeed=3"], r"engine.deepspeed"),
         (["engine.context_parallel=0"], r"engine.context_parallel=0: must be greater than 0"),
+        (
+            [*REDRAWN, "engine.activation_checkpointing=block"],
+            r"engine.activation_checkpointing=block: .* draws that change in training; use none",
+        ),
+        ([*REDRAWN, "engine.context_parallel=2"], r"engine.context_parallel=2: .*change.*; use 1"),
         (["schedule=wsd", "schedule.decay_share=0"], r"decay_share=0.0: must be above 0"),
         (["optimizer.z_loss=-1"], r"optimizer.z_loss=-1.0: must be 0 or greater"),
     ],
@@ -51,6 +57,11 @@ RAMP = "start_samples: 8, increment_samples: 8"
 def test_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(compose("train", overrides))
+
+
+def test_redrawing_alone_is_taken() -> None:
+    load_config(compose("train", REDRAWN))
+    load_config(compose("train", ["attention=performer", "engine.activation_checkpointing=block"]))
 
 
 def test_recall_refuses_what_it_does_not_do() -> None:

@@ -35,6 +35,10 @@ class PerformerConfig(AttentionConfig):
     redraw_every: int = not_negative()
     delta: float = positive()
 
+    def redraws(self) -> bool:
+        """See `AttentionConfig.redraws`."""
+        return self.redraw_every > 0
+
 
 @register_attention("performer", PerformerConfig)
 class PerformerAttention(LinearAttention):

@@ -451,7 +451,7 @@ class TestContract:
         mask = torch.ones(2, 90, dtype=torch.bool)
         mask[0, :20] = mask[1, 60:] = mask[1, 5:9] = False
         ids = (torch.arange(90) // 50).expand(2, -1)
-        options = {"causal": False, "mask": mask, "document_ids": ids}
+        options: dict[str, Any] = {"causal": False, "mask": mask, "document_ids": ids}
         for dtype in (torch.float32, torch.float64):
             q, k, v = heads(2, 90, dtype=dtype)
             y, _ = attention(q, k, v, **options)
