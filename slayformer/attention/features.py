@@ -78,6 +78,7 @@ class Kronecker(Features):
 
 
 @lru_cache
+@torch.inference_mode(False)
 def _pair_selectors(width: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return A and B [width, pairs] with (y A)(y B) = [y_i², √2 y_i y_j (i < j)].
 

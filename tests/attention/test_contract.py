@@ -8,6 +8,7 @@ neighbours prove the features themselves against independent formulas.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from itertools import pairwise
 from typing import Any
 
@@ -45,6 +46,15 @@ def build(name: str, *, exact_normaliser: bool = False, width: int = WIDTH) -> A
     return build_attention(
         config, num_heads=HEADS, head_dim=width, max_sequence_length=8192, seed=11
     )
+
+
+def clear_caches() -> None:
+    """Empty every cache of a function in slayformer.attention that can be emptied."""
+    for key, module in list(sys.modules.items()):
+        if key.startswith(("slayformer.attention", "slayformer.baselines")):
+            for function in list(vars(module).values()):
+                if hasattr(function, "cache_clear"):
+                    function.cache_clear()
 
 
 def with_stretches(name: str) -> Attention:
@@ -466,6 +476,29 @@ class TestContract:
             kept = options["mask"][:, None, :, None]
             assert_close(attention, other * kept, y[:, :, order] * kept)
             options = {**options, "mask": mask}
+
+    def test_inference_first_leaves_training_as_it_is(self, name):
+        """Nothing that is kept from call to call was made for inference alone."""
+        for dtype in (torch.float32, torch.float64):
+            attention, other = build(name), build(name)
+            clear_caches()
+            runs = []
+            for module in (attention, other):
+                # a length of its own: in one chunk, in several, and with a state
+                for length in (9, 2 * CHUNK + 9):
+                    qkv = heads(1, length, dtype=dtype)
+                    if module is attention:
+                        with torch.inference_mode():
+                            module(*qkv, state=module.init_state(1))
+                            module(*qkv)
+                    qkv = [x.requires_grad_() for x in qkv]
+                    y, _ = module(*qkv)
+                    sources = [*qkv, *(p for p in module.parameters() if p.requires_grad)]
+                    total = y.square().sum()
+                    runs.append([y, *torch.autograd.grad(total, sources, materialize_grads=True)])
+                clear_caches()
+            for one, two in zip(runs[:2], runs[2:], strict=True):
+                assert all(torch.equal(x, y) for x, y in zip(one, two, strict=True))
 
     def test_state_dict_carries_everything_random(self, name):
         attention = build(name)

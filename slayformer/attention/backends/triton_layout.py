@@ -34,6 +34,7 @@ class Tables:
 
 
 @lru_cache
+@torch.inference_mode(False)
 def tables_of(layout: Layout, device: torch.device) -> Tables:
     """Return the tables of a layout; features in the order of `Features.expand`."""
     width = padded_width(layout)
