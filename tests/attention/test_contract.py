@@ -19,6 +19,7 @@ from torch import Tensor
 from slayformer.attention.base import Attention
 from slayformer.attention.linear import CHUNK, LinearAttention
 from slayformer.attention.quadratic import QuadraticAttention
+from slayformer.attention.states import map_tensors, tensors_of
 from slayformer.presets import load_preset, preset_names
 from slayformer.registry import build_attention, load_mechanisms
 
@@ -476,6 +477,36 @@ class TestContract:
             kept = options["mask"][:, None, :, None]
             assert_close(attention, other * kept, y[:, :, order] * kept)
             options = {**options, "mask": mask}
+
+    def test_any_inputs_alone_have_the_gradients_they_have_among_all(self, name):
+        attention = build(name)
+        if isinstance(attention, LinearAttention):
+            attention.chunk = 4
+        parameters = list(attention.parameters())
+        for dtype in (torch.float32, torch.float64):
+            _, state = attention(*heads(1, 9, dtype=dtype), state=attention.init_state(1))
+            state = map_tensors(state, lambda x: x.detach())
+            of_state = [x for x in tensors_of(state) if x.is_floating_point() and x.numel()]
+            q, k, v = heads(1, 11, dtype=dtype)
+            groups = [[q], [k], [v], of_state, parameters]
+            whole: list[Any] = []
+            for chosen in [range(5), *((i,) for i in range(5)), (2, 3), (0, 4), (1, 3)]:
+                for number, group in enumerate(groups):
+                    for x in group:
+                        x.requires_grad_(number in chosen)
+                sources = [x for i in chosen for x in groups[i]]
+                if not sources:
+                    continue
+                y, after = attention(q, k, v, state=state)
+                total = y.square().sum() + sum(
+                    x.double().square().mean() for x in tensors_of(after) if x.requires_grad
+                )
+                found = iter(torch.autograd.grad(total, sources, materialize_grads=True))
+                gradients = [[next(found) for _ in groups[i]] for i in chosen]
+                whole = whole or gradients
+                for i, ours in zip(chosen, gradients, strict=True):
+                    for one, other in zip(ours, whole[i], strict=True):
+                        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
 
     def test_inference_first_leaves_training_as_it_is(self, name):
         """Nothing that is kept from call to call was made for inference alone."""

@@ -10,6 +10,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from slayformer.attention import backends
 from slayformer.attention.backends import triton_engine
 from slayformer.attention.base import Place, real_document_ids, token_positions
 from slayformer.attention.linear import LinearAttention
+from slayformer.attention.states import map_tensors
 from slayformer.errors import ConfigError
 from slayformer.presets import make_attention
 
@@ -267,6 +269,46 @@ def test_states_in_and_out(case: str) -> None:
 
 
 @interpreted
+def test_any_inputs_alone_have_the_gradients_they_have_among_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from slayformer.attention.backends import triton_pass
+
+    monkeypatch.setattr(triton_pass, "CHUNK", 8)
+    attention = make("window")
+    *heads, weight = draw(10, torch.float32)
+    q, k, v = given = [x.float() for x in heads]
+    _, state = attention(*given, state=attention.init_state(1))
+    memory = state.memory_BHMN.detach()
+    state = dataclasses.replace(map_tensors(state, Tensor.detach), memory_BHMN=memory)
+    groups = [[q], [k], [v], [memory], list(attention.parameters())]
+    whole: list[Any] = []
+    # all, and every other subset
+    for chosen in sorted(subsets(range(5)), key=len, reverse=True):
+        for number, group in enumerate(groups):
+            for x in group:
+                x.requires_grad_(number in chosen)
+        sources = [x for i in chosen for x in groups[i]]
+        if not sources:
+            continue
+        y, after = attention(q, k, v, state=state)
+        total = (y * weight).sum() + after.memory_BHMN.square().mean()
+        found = iter(torch.autograd.grad(total, sources, materialize_grads=True))
+        gradients = [[next(found) for _ in groups[i]] for i in chosen]
+        whole = whole or gradients
+        for i, ours in zip(chosen, gradients, strict=True):
+            assert all(torch.equal(x, z) for x, z in zip(ours, whole[i], strict=True))
+
+
+def subsets(items: Iterable[int]) -> list[tuple[int, ...]]:
+    """Return every subset of `items` in their order."""
+    found: list[tuple[int, ...]] = [()]
+    for item in items:
+        found += [(*one, item) for one in found]
+    return found
+
+
+@interpreted
 @pytest.mark.parametrize(
     ("case", "marked"), [("paper", False), ("best", False), *((case, True) for case in CASES)]
 )
@@ -376,7 +418,7 @@ def test_two_runs_are_bit_equal() -> None:
         "map or widths",
         "padding",
         "decoding",
-        "(half or states or equal or segments) and not decoding",
+        "(half or states or equal or segments or alone) and not decoding",
     ],
 )
 def test_in_the_interpreter(chosen: str) -> None:

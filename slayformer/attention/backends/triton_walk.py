@@ -6,6 +6,8 @@ its normaliser; factors and states are computed again.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -76,14 +78,16 @@ class _Walked(torch.autograd.Function):
         found, d_value, d_memory = one.backward(d_sums.contiguous(), d_norm.contiguous(), d_after)
         pairs = zip(sides.differentiable(), found, strict=True)
         outputs = [(x, d.to(x.dtype)) for x, d in pairs if x is not None and x.requires_grad]
-        gradients = iter(
-            torch.autograd.grad(
-                [x for x, _ in outputs],
-                [x for x in leaves if x.requires_grad],
-                [d for _, d in outputs],
-                allow_unused=True,
+        gradients: Iterator[Tensor | None] = itertools.repeat(None)
+        if outputs:
+            gradients = iter(
+                torch.autograd.grad(
+                    [x for x, _ in outputs],
+                    [x for x in leaves if x.requires_grad],
+                    [d for _, d in outputs],
+                    allow_unused=True,
+                )
             )
-        )
         return (
             None,
             d_value.to(v.dtype),
