@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from slayformer.attention.kernels import spherical_yat
+from slayformer.attention.kernels import spherical_yat, unit
 
 # e^s is followed up to here; scores beyond would leave fp32 when they are summed up
 LARGEST_SCORE = 40.0
@@ -18,14 +18,19 @@ LARGEST_SCORE = 40.0
 
 @dataclass(frozen=True)
 class NearKernel(ABC):
-    """A kernel of the inner products of two sets of vectors."""
+    """A kernel of two sets of vectors through their inner products."""
 
     query_BHTD: Tensor
     key_BHSD: Tensor
 
+    def vectors(self) -> tuple[Tensor, Tensor]:
+        """Return the vectors of both sides whose inner products count."""
+        return self.query_BHTD, self.key_BHSD
+
     def scores(self) -> Tensor:
         """Return the kernel of every pair, [B, H, T, S]."""
-        return self.of(self.query_BHTD @ self.key_BHSD.mT)
+        query_BHTD, key_BHSD = self.vectors()
+        return self.of(query_BHTD @ key_BHSD.mT)
 
     @abstractmethod
     def of(self, products_BHTS: Tensor) -> Tensor:
@@ -34,10 +39,13 @@ class NearKernel(ABC):
 
 @dataclass(frozen=True)
 class NearYat(NearKernel):
-    """`scale` times the spherical Yat kernel of unit vectors; `epsilon` may be one a head."""
+    """`scale` times the spherical Yat kernel of q and k; `epsilon` may be one a head."""
 
     epsilon: Tensor | float
     scale: Tensor
+
+    def vectors(self) -> tuple[Tensor, Tensor]:
+        return unit(self.query_BHTD), unit(self.key_BHSD)
 
     def of(self, products_BHTS: Tensor) -> Tensor:
         return spherical_yat(products_BHTS, self.epsilon) * self.scale

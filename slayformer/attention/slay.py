@@ -309,7 +309,7 @@ class SlayAttention(LinearAttention):
         scale = tensors[-1]
         if self.config.learnable_epsilon:
             scale, epsilon = tensors[-2:]
-        return NearYat(unit(q_BHTD), unit(k_BHSD), epsilon, scale)
+        return NearYat(q_BHTD, k_BHSD, epsilon, scale)
 
     def feature_flops(self) -> int:
         """Return the FLOPs of one vector's features in one head, as far as they are formed."""

@@ -57,7 +57,7 @@ class Walk:
     `feature_map(x, *tensors, is_query, positions)` gives features of both sides. `near(q, k,
     *tensors)` gives the exact kernel for pairs that `is_near(query positions, key positions)`
     picks, or without `is_near` for every pair inside a chunk. `projection(*tensors)` is both in
-    the form an engine can compute by itself, if they have it.
+    the form that compiled code on the CPU computes by itself, if they have it.
     """
 
     feature_map: Callable[..., Features]

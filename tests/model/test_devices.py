@@ -6,6 +6,8 @@ waits for a number, as one recorded in a CUDA graph must not.
 
 from __future__ import annotations
 
+import itertools
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from slayformer.attention import backends
 from slayformer.attention.states import tensors_of
 from slayformer.config import ModelConfig
+from slayformer.errors import ConfigError
 from slayformer.model.gpt2 import GPT2
 from slayformer.model.token_graph import check_constant
 from slayformer.presets import load_preset, preset_names
@@ -22,6 +25,17 @@ from slayformer.presets import load_preset, preset_names
 QUADRATIC = ["softmax", "softmax_chunk_factor", "yat", "yat_spherical"]
 LINEAR = sorted(set(preset_names()) - set(QUADRATIC))
 LENGTH = 40
+
+
+def cases() -> list[tuple[str, str]]:
+    """Return every preset, and with near pairs of both kinds those whose option that is."""
+    found = [(name, "") for name in preset_names()]
+    for name, local in itertools.product(preset_names(), ("chunk", "window")):
+        if hasattr(load_preset(name), "local"):
+            with suppress(ConfigError):
+                load_preset(name, local=local).check()
+                found.append((name, local))
+    return found
 
 
 class OneDevice(TorchDispatchMode):
@@ -57,16 +71,17 @@ def started(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest):
     return names
 
 
-def small(name: str) -> GPT2:
+def small(name: str, local: str) -> GPT2:
     """Return a layer with mechanism `name` and short convolutions, on the other device."""
     shape = ModelConfig(layers=1, heads=2, width=32, context_length=64, short_convolution=4)
-    return GPT2(shape, load_preset(name), vocabulary_size=65, seed=3).to("meta")
+    attention = load_preset(name, **({"local": local} if local else {}))
+    return GPT2(shape, attention, vocabulary_size=65, seed=3).to("meta")
 
 
 @pytest.mark.parametrize("started", ["torch", "triton"], indirect=True)
-@pytest.mark.parametrize("name", preset_names())
-def test_a_training_step_stays_on_its_device(name: str, started: list[str]) -> None:
-    model = small(name)
+@pytest.mark.parametrize(("name", "local"), cases())
+def test_a_training_step_stays_on_its_device(name: str, local: str, started: list[str]) -> None:
+    model = small(name, local)
     ids = torch.zeros(3, LENGTH, dtype=torch.long, device="meta")
     options = {"document_ids_BT": ids, "mask_BT": ids.bool()}
     # what is kept for later is made
@@ -80,10 +95,10 @@ def test_a_training_step_stays_on_its_device(name: str, started: list[str]) -> N
 
 
 @pytest.mark.parametrize("started", ["torch", "triton"], indirect=True)
-@pytest.mark.parametrize("name", preset_names())
+@pytest.mark.parametrize(("name", "local"), cases())
 @torch.no_grad()
-def test_a_decoded_token_waits_for_nothing(name: str, started: list[str]) -> None:
-    model = small(name).eval()
+def test_a_decoded_token_waits_for_nothing(name: str, local: str, started: list[str]) -> None:
+    model = small(name, local).eval()
     ids = torch.zeros(3, 1, dtype=torch.long, device="meta")
     _, states = model(ids, states=model.init_states(3))
     with OneDevice():

@@ -139,7 +139,8 @@ def _mapped(
     elif near is not None:
         raise NotCovered(type(near).__name__)
     if near is not None:
-        queries, keys = [*queries, near.query_BHTD], [*keys, near.key_BHSD]
+        query_BHTD, key_BHSD = near.vectors()
+        queries, keys = [*queries, query_BHTD], [*keys, key_BHSD]
     call = Call(
         walk=walk,
         layout=_checked(layout),

@@ -100,31 +100,23 @@ def _sides(walk: Walk) -> Callable[..., Sides]:
         both = Sides(layout, x_query, _joined(key, dtype)[1])
         if walk.near is None:
             return both
-        projection = walk.projection(*tensors)
-        if projection is not None and projection.near_epsilon is not None:
+        near = walk.near(q, k, *tensors)
+        if isinstance(near, NearExponential):
             return replace(
                 both,
-                near="yat",
-                # the inner products of vectors as they are given lose nothing
-                near_query=with_last_stride_1(given[0].to(compute_dtype(dtype))),
-                near_key=with_last_stride_1(given[1].to(compute_dtype(dtype))),
-                epsilon=per_head(projection.near_epsilon, heads, q.device),
-                near_scale=per_head(projection.near_scale, heads, q.device),
-                normalises=True,
+                near="exponential",
+                near_query=with_last_stride_1(near.query_BHTD),
+                near_key=with_last_stride_1(near.key_BHSD),
             )
-        near = walk.near(q, k, *tensors)
-        both = replace(
-            both,
-            near_query=with_last_stride_1(near.query_BHTD),
-            near_key=with_last_stride_1(near.key_BHSD),
-        )
-        if isinstance(near, NearExponential):
-            return replace(both, near="exponential")
         if not isinstance(near, NearYat):
             raise NotCovered(type(near).__name__)
+        # the inner products of vectors as they are given lose nothing
+        own, other = (with_last_stride_1(x.to(compute_dtype(dtype))) for x in given)
         return replace(
             both,
             near="yat",
+            near_query=own,
+            near_key=other,
             epsilon=per_head(near.epsilon, heads, q.device),
             near_scale=per_head(near.scale, heads, q.device),
         )

@@ -35,8 +35,11 @@ class Sides:
     # of the Yat kernel, [H]
     epsilon: Tensor | None = None
     near_scale: Tensor | None = None
-    # the near kernel takes the vectors' directions
-    normalises: bool = False
+
+    @property
+    def normalises(self) -> bool:
+        """Whether the near kernel takes the vectors' directions alone."""
+        return self.near == "yat"
 
     def differentiable(self) -> tuple[Tensor | None, ...]:
         """Return what gradients flow to."""
