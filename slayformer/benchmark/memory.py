@@ -24,7 +24,6 @@ import torch
 
 from slayformer.benchmark.clock import Clock
 from slayformer.benchmark.contestants import Runner, Shape, Unavailable, make_runner
-from slayformer.errors import UserError
 from slayformer.training.meters import peak_memory_bytes
 
 # tokens of a first call, which loads and compiles what is needed
@@ -35,7 +34,15 @@ START_SECONDS = 60.0
 
 
 class LeftOut(Exception):
-    """A measurement that cannot be made within its limits, and why."""
+    """A measurement that cannot be made within its limits, or at all, and why."""
+
+
+def failure(error: Exception) -> Exception:
+    """Return what tells in a report that `error` ended a call, which may have raised anything."""
+    if isinstance(error, Unavailable | LeftOut):
+        return error
+    told = str(error).strip() or type(error).__name__
+    return LeftOut(f"it fails: {told.splitlines()[0]}")
 
 
 @dataclass(frozen=True)
@@ -90,7 +97,7 @@ def try_call(
     """Return what one call of `name` takes on the device of `shape`, timed by `clock`.
 
     Raises Unavailable for a contestant that cannot run here, LeftOut for one that takes more than
-    a limit; UserError as `make_runner` does.
+    a limit or fails.
     """
     if shape.device.type == "cuda":
         return _try_here(name, shape, backward, limit_seconds, clock)
@@ -140,8 +147,8 @@ def _child(
             outcome: Any = _try_in_child(name, shape, backward, limit_bytes, clock)
         if outcome.seconds > limit_seconds:
             outcome = _too_long(outcome.seconds, limit_seconds)
-    except (Unavailable, LeftOut, UserError) as error:
-        outcome = error
+    except Exception as error:
+        outcome = failure(error)
     connection.send(outcome)
 
 
@@ -156,7 +163,7 @@ def _try_in_child(name: str, shape: Shape, backward: bool, limit_bytes: int, clo
         seconds = clock.seconds(call)
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "memory" not in str(error):
-            raise LeftOut(f"it fails: {str(error).splitlines()[0]}") from None
+            raise
         raise LeftOut(f"more than {_mib(limit_bytes)}") from None
     return Trial(peak_memory_bytes(shape.device) - before, seconds)
 
@@ -164,8 +171,9 @@ def _try_in_child(name: str, shape: Shape, backward: bool, limit_bytes: int, clo
 def _try_here(name: str, shape: Shape, backward: bool, limit_seconds: float, clock: Clock) -> Trial:
     device = shape.device
     try:
-        _warm_up(name, shape, backward)
         call = bound(make_runner(name, shape), shape, backward=backward)
+        # kernels are compiled for a length, or chosen by trying
+        call()
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
@@ -174,8 +182,8 @@ def _try_here(name: str, shape: Shape, backward: bool, limit_seconds: float, clo
         size = peak_memory_bytes(device) - before
     except torch.cuda.OutOfMemoryError:
         raise LeftOut("more than the GPU's memory") from None
-    except RuntimeError as error:
-        raise LeftOut(f"it fails: {str(error).splitlines()[0]}") from None
+    except Exception as error:
+        raise failure(error) from None
     finally:
         gc.collect()
         torch.cuda.empty_cache()

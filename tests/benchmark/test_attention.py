@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import csv
 import json
+import multiprocessing
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,10 +20,11 @@ import torch
 from matplotlib.image import imread
 from omegaconf import OmegaConf
 
+from slayformer.benchmark import decode, memory
 from slayformer.benchmark.attention import measure, measure_scaling
-from slayformer.benchmark.clock import Clock, Samples, time_rounds
+from slayformer.benchmark.clock import CLOCKS, Clock, Samples, time_rounds
 from slayformer.benchmark.command import run
-from slayformer.benchmark.contestants import PEERS, Shape, Unavailable, make_runner
+from slayformer.benchmark.contestants import PEERS, Runner, Shape, Unavailable, make_runner
 from slayformer.benchmark.coverage import covers
 from slayformer.benchmark.figure import draw_scaling
 from slayformer.benchmark.memory import LeftOut, Trial, try_call
@@ -171,6 +174,71 @@ def test_limits_leave_out_and_say_so() -> None:
         assert cell.left_out.endswith("at 8") == (cell.length == 16)
     result = measure(request(**options, lengths=[8], contexts=[4], time_budget_s=1e-9))
     assert {cell.left_out for cell in result.cells} == {"the time budget was used up"}
+
+
+def pretend_gpu(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int], float]) -> Clock:
+    """Let every contestant take `seconds` of the returned clock for a length, or raise."""
+    now = [0.0]
+    monkeypatch.setitem(CLOCKS, "pretended", lambda: now[0])
+    for name in ("empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda *device: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 5)
+    monkeypatch.setattr(memory, "peak_memory_bytes", lambda device: 12)
+
+    def attend(q: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        now[0] += seconds(q.shape[2])
+        return q
+
+    for module in (memory, decode):
+        monkeypatch.setattr(module, "make_runner", lambda name, shape: Runner(attend))
+    monkeypatch.setattr(decode, "scaled_dot_product_attention", attend)
+    return Clock(CPU, "pretended")
+
+
+def test_what_a_length_compiles_first_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: set[int] = set()
+
+    def seconds(length: int) -> float:
+        first = length not in seen
+        seen.add(length)
+        return 100.0 if first and length > 1 else 1.0
+
+    clock = pretend_gpu(monkeypatch, seconds)
+    shape = Shape(1, 2, 8, 1024, torch.float32, CPU)
+    assert memory._try_here("slay", shape, False, 10.0, clock) == Trial(7, 1.0)
+    cells = decode.measure_decode(
+        ["torch_sdpa"], shape, contexts=[5, 12], rounds=1, clock=clock, longest_seconds=10
+    )
+    assert [cell.left_out for cell in cells] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (TypeError("takes 2 arguments\nbut 3 were given"), "it fails: takes 2 arguments"),
+        (ConfigError("attention.backend", "triton", "use torch"), "it fails: attention.backend="),
+        (ValueError(), "it fails: ValueError"),
+        (Unavailable("not here"), "not here"),
+    ],
+    ids=lambda given: type(given).__name__,
+)
+def test_a_call_that_fails_is_left_out_with_the_reason(
+    error: Exception, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(length: int) -> float:
+        raise error
+
+    clock = pretend_gpu(monkeypatch, fail)
+    shape = Shape(1, 2, 8, 16, torch.float32, CPU)
+    with pytest.raises((LeftOut, Unavailable), match=f"^{told}"):
+        memory._try_here("slay", shape, False, 10.0, clock)
+    ours, theirs = multiprocessing.Pipe()
+    memory._child(theirs, "slay", shape, False, MIB, 10.0, torch.get_num_threads(), clock)
+    assert str(ours.recv()).startswith(told)
+    cells = decode.measure_decode(
+        ["torch_sdpa"], shape, contexts=[5, 12], rounds=1, clock=clock, longest_seconds=10
+    )
+    assert all(cell.left_out is not None and cell.left_out.startswith(told) for cell in cells)
 
 
 def test_figures_of_others(tmp_path: Path) -> None:
