@@ -20,7 +20,7 @@ from slayformer.config import ModelConfig
 from slayformer.errors import ConfigError
 from slayformer.model.gpt2 import GPT2
 from slayformer.model.token_graph import check_constant
-from slayformer.presets import load_preset, preset_names
+from slayformer.presets import load_preset, make_attention, preset_names
 
 QUADRATIC = ["softmax", "softmax_chunk_factor", "yat", "yat_spherical"]
 LINEAR = sorted(set(preset_names()) - set(QUADRATIC))
@@ -108,3 +108,39 @@ def test_a_decoded_token_waits_for_nothing(name: str, local: str, started: list[
     check_constant(states, after)
     if "triton" in backends.BACKENDS:
         assert started == ["step_forward"] * 2
+
+
+@pytest.mark.parametrize("started", ["triton"], indirect=True)
+@pytest.mark.parametrize(
+    ("name", "options", "heads", "strides", "longest"),
+    [
+        # of q, k and v from token to token; then the output's, 64 · 16, and the factors'
+        ("slay_best", {}, 1, (2**12, 16, 16), 2**19 - 4),
+        ("slay_best", {"local": "chunk"}, 1, (16, 2**12, 16), 2**19),
+        ("slay", {}, 1, (16, 16, 2**12), 2**19),
+        ("slay", {}, 64, (16, 16, 16), 2**21),
+        ("slay", {"fusion": "sketch", "sketch_features": 384}, 1, (16, 16, 16), 2**31 // 1152 + 1),
+    ],
+)
+def test_sequences_too_long_for_32_bits_are_refused(
+    name: str,
+    options: dict[str, Any],
+    heads: int,
+    strides: tuple[int, ...],
+    longest: int,
+    started: list[str],
+) -> None:
+    attention = make_attention(
+        name, num_heads=heads, head_dim=16, max_sequence_length=64, backend="triton", **options
+    ).to("meta")
+
+    def run(length: int) -> None:
+        started.clear()
+        shapes = ((1, heads, length, width) for width in strides)
+        attention(*(torch.empty(shape, device="meta")[..., :16] for shape in shapes))
+
+    run(longest - 1)
+    assert "chunk_outputs" in started
+    with pytest.raises(ConfigError, match=f"sequences as long as {longest:,} tokens"):
+        run(longest)
+    assert not started

@@ -15,6 +15,7 @@ import triton
 from torch import Tensor
 
 from slayformer.attention.backends import triton_start
+from slayformer.attention.backends.cpu import NotCovered
 from slayformer.attention.backends.triton_carry import Carrier
 from slayformer.attention.backends.triton_layout import tables_of
 from slayformer.attention.backends.triton_math import (
@@ -56,10 +57,12 @@ class Pass:
     def __init__(
         self, call: Call, sides: Sides, v: Tensor, memory: Tensor, dtype: torch.dtype
     ) -> None:
+        """Raises NotCovered for a sequence that is too long."""
         walk = call.walk
         self.call, self.walk, self.sides, self.v, self.memory = call, walk, sides, v, memory
         self.batch, self.heads, self.total, self.width = v.shape
         self.length, self.features = walk.length, memory.shape[2]
+        self._check_length()
         self.tables = tables_of(sides.layout, v.device)
         self.form = triton_start.form_of(dtype)
         self.chunk = self._chunk()
@@ -83,6 +86,15 @@ class Pass:
             chunks=self.chunks,
             keeps_BC=self.keeps,
         )
+
+    def _check_length(self) -> None:
+        """Raise NotCovered where places in a head's sequence take more than 32 bits."""
+        sides = self.sides
+        rows = (self.v, sides.query, sides.key, sides.near_query, sides.near_key)
+        # of the output, whose heads lie side by side
+        steps = [self.heads * self.width, *(x.stride(2) for x in rows if x is not None)]
+        if self.total * max(steps) >= 2**31:
+            raise NotCovered(f"sequences as long as {self.length:,} tokens")
 
     def _chunk(self) -> int:
         walk, length = self.walk, max(1, self.walk.length)
