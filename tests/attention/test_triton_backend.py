@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -477,15 +478,85 @@ def test_auto_says_why_it_is_torch_where_triton_is_missing(
 
 @outside
 @pytest.mark.parametrize(
-    ("q_width", "dtype", "told"), [(160, torch.float32, "160"), (16, torch.float64, "float64")]
+    ("shape", "dtype", "told"),
+    [
+        ((1, 1, 2, 160), torch.float32, "160"),
+        ((1, 1, 2, 16), torch.float64, "float64"),
+        ((257, 256, 2, 16), torch.float32, "65,792"),
+    ],
 )
 def test_what_the_kernels_do_not_take(
-    q_width: int, dtype: torch.dtype, told: str, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, ...], dtype: torch.dtype, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton")
     monkeypatch.setattr(triton_engine, "INTERPRETED", True)
-    found = triton_engine.obstacle(
-        torch.zeros(1, 1, 2, q_width, dtype=dtype), torch.zeros(1, 1, 2, 8, dtype=dtype)
-    )
+    q = torch.zeros((), dtype=dtype).expand(shape)
+    found = triton_engine.obstacle(q, q[..., :8])
     assert found is not None
     assert told in found
+    assert triton_engine.obstacle(q[:255, ..., :16].float(), q[:255, ..., :8].float()) is None
+
+
+@outside
+def test_without_the_headers_of_python_triton_is_not_tried(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(triton_engine.shutil, "which", lambda name: "/usr/bin/gcc")
+    monkeypatch.setattr(triton_engine.sysconfig, "get_path", lambda *scheme: str(tmp_path))
+    q: Any = SimpleNamespace(
+        device=torch.device("cuda"), dtype=torch.float32, shape=torch.Size([1, 2, 3, 16])
+    )
+    told = triton_engine.obstacle(q, q)
+    assert told is not None
+    assert "Python's C headers" in told
+    (tmp_path / "Python.h").touch()
+    assert triton_engine.obstacle(q, q) is None
+
+
+@outside
+def test_kernels_that_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward torch takes over with a warning; a backward pass that has begun says what to do."""
+    pytest.importorskip("triton")
+    from triton.compiler.errors import CompilationError
+    from triton.runtime.errors import OutOfResources, PTXASError
+
+    from slayformer.attention.backends import triton_start
+
+    refuses = dataclasses.replace(backends.BACKENDS["cpu"], obstacle=lambda q, v: "no CPU")
+    monkeypatch.setitem(backends.BACKENDS, "cpu", refuses)
+    monkeypatch.setattr(triton_engine, "INTERPRETED", True)
+    errors: list[Exception] = [
+        CompilationError("x", None, "no"),
+        OutOfResources(3, 2, "registers"),
+        PTXASError("no"),
+        subprocess.CalledProcessError(1, ["gcc"]),
+    ]
+
+    *heads, _ = draw(5, torch.float32)
+    expected, _ = make_attention(
+        "slay_best", num_heads=1, head_dim=16, max_sequence_length=8, backend="torch"
+    )(*(x.float() for x in heads))
+    for error in errors:
+        backends._warn.cache_clear()
+        attention = make_attention("slay_best", num_heads=1, head_dim=16, max_sequence_length=8)
+        given = [x.float().requires_grad_() for x in heads]
+        monkeypatch.setattr(triton_start, "launch", failing(error, "pairs_backward"))
+        y, _ = attention(*given)
+        with pytest.raises(ConfigError, match=r"attention.backend=triton: .*backend=torch"):
+            y.sum().backward()
+        monkeypatch.setattr(triton_start, "launch", failing(error, "chunk_outputs"))
+        with pytest.warns(UserWarning, match="runs on torch.*could not compile"):
+            y, _ = attention(*given)
+        assert torch.equal(y, expected)
+
+
+def failing(error: Exception, name: str) -> Any:
+    """Return what starts no kernel, and raises `error` for that of a name."""
+
+    def launch(kernel: Any, *rest: Any) -> None:
+        if kernel.__name__ == name:
+            raise error
+
+    return launch

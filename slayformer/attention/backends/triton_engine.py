@@ -10,8 +10,10 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import sysconfig
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -35,6 +37,8 @@ from slayformer.attention.walk import Walk
 
 # widest heads of q, k and v
 MOST_WIDTH = 128
+# what CUDA takes beside the first axis of a grid
+MOST_HEADS = 65_535
 KINDS = {engine.SQUARES: "squares", engine.LINEAR: "linear", engine.FACTOR: "factor"}
 
 
@@ -47,16 +51,19 @@ def obstacle(q: Tensor, v: Tensor) -> str | None:
             return "it needs a GPU of compute capability 8.0 or newer"
         if not any(map(shutil.which, (os.environ.get("CC", ""), "cc", "gcc", "clang"))):
             return "triton needs a C compiler; install gcc or set CC"
+        if not (Path(sysconfig.get_path("include", "posix_prefix")) / "Python.h").exists():
+            return "triton needs Python's C headers; install them, as python3-dev or python3-devel"
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
     if not {q.dtype, v.dtype} <= set(DTYPES):
         return f"it computes with fp32, bf16 and fp16, not with {v.dtype}"
+    if q.shape[0] * q.shape[1] > MOST_HEADS:
+        return (
+            f"it takes up to {MOST_HEADS:,} heads of a batch together, not {q.shape[:2].numel():,}"
+        )
     width = max(q.shape[-1], v.shape[-1])
     if width > MOST_WIDTH:
         return f"it takes heads up to {MOST_WIDTH} wide, not {width}"
-    # kernels count places in a sequence with 32 bits, factors take up to 512 numbers a token
-    if q.shape[2] * max(q.stride(2), v.stride(2), 512) >= 2**31:
-        return f"a sequence of {q.shape[2]:,} tokens is too long for it"
     return None
 
 
@@ -70,10 +77,7 @@ def apply(
     offset: Tensor | float | None,
 ) -> tuple[Tensor, Tensor]:
     """See `walk.apply_walk`; raises NotCovered, and BuildError where kernels cannot be compiled."""
-    from triton.compiler import CompilationError
-    from triton.runtime.errors import OutOfResources
-
-    from slayformer.attention.backends import triton_pass, triton_walk
+    from slayformer.attention.backends import triton_pass, triton_start, triton_walk
 
     k, v = walk.filled(k, v)
     call = triton_pass.Call(
@@ -83,7 +87,7 @@ def apply(
     )
     try:
         output, after = triton_walk.walked(call, v, memory, q, k, *tensors)
-    except (CompilationError, OutOfResources) as error:
+    except triton_start.FAILURES as error:
         raise BuildError(f"triton could not compile it: {error}") from error
     return output, after if walk.has_future else memory
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -9,10 +10,13 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton.errors import TritonError
 
 from slayformer.attention.backends.triton_math import BF16, FP32, ROUNDED, TF32
 from slayformer.attention.backends.triton_sides import INTERPRETED
 
+# kernels that cannot be compiled, or not started with what the GPU has; C code beside them likewise
+FAILURES = (TritonError, subprocess.CalledProcessError)
 # the assembler would rather spill a little and run more programs at a time
 MOST_REGISTERS = 255
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from slayformer.attention.backends import triton_start
 from slayformer.attention.backends.triton_pass import Call, Pass
 from slayformer.attention.backends.triton_sides import (
     compute_dtype,
@@ -22,6 +23,7 @@ from slayformer.attention.backends.triton_sides import (
 )
 from slayformer.attention.backends.triton_step import step
 from slayformer.attention.base import without_autocast
+from slayformer.errors import ConfigError
 
 
 class _Walked(torch.autograd.Function):
@@ -75,7 +77,13 @@ class _Walked(torch.autograd.Function):
             d_norm = -(d_sums.float() * y).sum(-1)
         value = with_last_stride_1(v.to(compute_dtype(v.dtype)))
         one = Pass(call, sides, value, memory, v.dtype)
-        found, d_value, d_memory = one.backward(d_sums.contiguous(), d_norm.contiguous(), d_after)
+        try:
+            given = d_sums.contiguous(), d_norm.contiguous(), d_after
+            found, d_value, d_memory = one.backward(*given)
+        except triton_start.FAILURES as error:
+            # another engine cannot take over what this one began
+            hint = f"could not compile the backward pass; use attention.backend=torch ({error})"
+            raise ConfigError("attention.backend", "triton", hint) from error
         pairs = zip(sides.differentiable(), found, strict=True)
         outputs = [(x, d.to(x.dtype)) for x, d in pairs if x is not None and x.requires_grad]
         gradients: Iterator[Tensor | None] = itertools.repeat(None)
