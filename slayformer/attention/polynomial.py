@@ -230,7 +230,7 @@ class BlockQuadratic(PolynomialMap):
 
 
 class LearnedQuadratic(PolynomialMap):
-    """Σ_g e^{a_g(q) + a_g(k)} (y_g(q)·y_g(k))², y_g = P_g û + c_g, a_g = ½(w_g·û + b_g).
+    """Σ_g (e^{a_g(q) + a_g(k)} y_g(q)·y_g(k))², y_g = P_g û + c_g, a_g = ½(w_g·û + b_g).
 
     Never negative, whatever the parameters. Starts at orthonormal rows P_g, c = 0.02, w = b = 0.
     """
