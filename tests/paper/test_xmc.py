@@ -124,6 +124,14 @@ def test_psp_is_one_for_a_perfect_ranking_and_never_above() -> None:
             assert 0 < scored_precision_at(ranked, truth, p, k) < 1
 
 
+@pytest.mark.parametrize("mechanism", ["slay", "slay_exact_poly", "linear_elu", "softmax", "yat"])
+def test_label_weights_stay_on_their_device(mechanism: str) -> None:
+    document = torch.empty(3, 16, device="meta")
+    built = model(mechanism).to("meta")
+    assert built.log_weights(document).is_meta
+    assert built.log_weights(document, torch.zeros(3, 2, dtype=torch.long, device="meta")).is_meta
+
+
 def own_weights(built: XmcModel, document: Tensor) -> Tensor:
     """Return each head's weights as `Attention.forward` applies them, [H, B, L]."""
     # values that tell the labels apart, as many at a time as a head is wide

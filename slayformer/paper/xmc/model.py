@@ -145,7 +145,7 @@ class XmcModel(nn.Module):
             ).expand()[0]
             for x_HND, is_query in ((q_HBD, True), (k_HLD, False))
         )
-        offset = torch.as_tensor(attention.normaliser_offset(q_HBD.dtype))
+        offset = torch.as_tensor(attention.normaliser_offset(q_HBD.dtype), device=q_HBD.device)
         all_HM1 = key_HLM.mT @ self.log_frequency.exp()[:, None]
         total_HB1 = query_HBM @ all_HM1 + offset.reshape(-1, 1, 1)
         if labels_BN is None:
