@@ -124,7 +124,8 @@ class _Limits:
     def __init__(self, config: BenchAttentionConfig) -> None:
         self.seconds = config.longest_call_s or float("inf")
         self._mib = config.memory_limit_mib
-        self.beyond: dict[tuple[str, str], str] = {}
+        # by contestant and pass: why, and at which length, if that matters
+        self.beyond: dict[tuple[str, str], tuple[str, int | None]] = {}
 
     @property
     def bytes(self) -> int:
@@ -147,13 +148,14 @@ def _measure_length(
     backward, length = pass_name == "forward_backward", shape.length
     rounds = config.rounds or 1
     memory: dict[str, int] = {}
-    left_out: dict[str, str] = {}
+    left_out: dict[str, tuple[str, int | None]] = {}
     for name in names:
         steps.begin(f"{pass_name}, {length:,} tokens: {name}")
-        reason = limits.beyond.get((name, pass_name))
-        if reason is None and clock.expired():
-            reason = "the time budget was used up"
-        if reason is None:
+        key = (name, pass_name)
+        found = limits.beyond.get(key)
+        if found is None and clock.expired():
+            found = "the time budget was used up", None
+        if found is None:
             try:
                 memory[name] = try_call(
                     name,
@@ -165,12 +167,12 @@ def _measure_length(
                     clock=clock,
                 ).bytes
             except Unavailable as error:
-                reason = limits.beyond[name, pass_name] = str(error)
+                found = limits.beyond[key] = str(error), None
             except LeftOut as error:
-                reason = str(error)
-                limits.beyond[name, pass_name] = f"{reason} at {length:,}"
-        if reason is not None:
-            left_out[name] = reason
+                found = str(error), None
+                limits.beyond[key] = str(error), length
+        if found is not None:
+            left_out[name] = found
             steps.add(rounds)
         steps.add()
     calls: dict[str, Callable[[], Any]] = {
@@ -180,7 +182,7 @@ def _measure_length(
     samples = time_rounds(calls, rounds=rounds, clock=clock, advance=steps.add)
     tokens = shape.batch * length
     return [
-        Cell(name, pass_name, length, left_out=left_out[name])
+        Cell(name, pass_name, length, *left_out[name])
         if name in left_out
         else finished_cell(
             name, pass_name, length, samples, tokens=tokens, memory_bytes=memory[name]

@@ -115,9 +115,7 @@ def _left_out(result: Result) -> list[str]:
     by_reason: dict[tuple[str, str, str], list[int]] = {}
     for cell in result.cells:
         if cell.left_out is not None:
-            # a sticky reason names the length where it was found
-            reason = cell.left_out.partition(" at ")[0]
-            key = (cell.pass_name, cell.contestant, reason)
+            key = (cell.pass_name, cell.contestant, cell.left_out)
             by_reason.setdefault(key, []).append(cell.length)
     if not by_reason:
         return []

@@ -22,6 +22,8 @@ class Cell:
     pass_name: str
     length: int
     left_out: str | None = None
+    # the shorter length where that was found
+    left_out_since: int | None = None
     milliseconds: float | None = None
     lower_milliseconds: float | None = None
     upper_milliseconds: float | None = None

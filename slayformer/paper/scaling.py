@@ -85,7 +85,7 @@ def _pass_table(pass_name: str, cells: Sequence[Cell]) -> Table:
         [name, *(_time_and_memory(found[length]) for length in lengths)]
         for name, found in by_contestant.items()
     ]
-    reasons = {cell.left_out.partition(" at ")[0] for cell in cells if cell.left_out is not None}
+    reasons = {cell.left_out for cell in cells if cell.left_out is not None}
     note = f"Left out (–): {'; '.join(sorted(reasons))}." if reasons else ""
     return Table(
         f"scaling_{pass_name}",

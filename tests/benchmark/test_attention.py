@@ -29,7 +29,7 @@ from slayformer.benchmark.coverage import covers
 from slayformer.benchmark.figure import draw_scaling
 from slayformer.benchmark.memory import LeftOut, Trial, try_call
 from slayformer.benchmark.options import DEFAULTS, PASSES, BenchAttentionConfig, read_config
-from slayformer.benchmark.report import write_report
+from slayformer.benchmark.report import markdown, write_report
 from slayformer.benchmark.results import Cell, Result, crossover
 from slayformer.errors import ConfigError
 from slayformer.presets import make_attention, preset_names
@@ -170,8 +170,10 @@ def test_limits_leave_out_and_say_so() -> None:
     result = measure(request(**options, lengths=[8, 16], longest_call_s=1e-9))
     for cell in result.cells:
         assert cell.left_out is not None
-        assert "s a call, longer than 1e-09 s" in cell.left_out
-        assert cell.left_out.endswith("at 8") == (cell.length == 16)
+        assert cell.left_out.endswith("s a call, longer than 1e-09 s")
+        assert cell.left_out_since == (8 if cell.length == 16 else None)
+    # a line for each contestant, both lengths in it
+    assert len(re.findall(r"^\| forward \| .* \| 8, 16 \| ", markdown(result), re.M)) == 2
     result = measure(request(**options, lengths=[8], contexts=[4], time_budget_s=1e-9))
     assert {cell.left_out for cell in result.cells} == {"the time budget was used up"}
 
