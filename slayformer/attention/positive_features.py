@@ -8,13 +8,13 @@ Shape suffixes: R nodes, H heads, N features of a node, D head width, F = R·N.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from slayformer.attention.base import MAP_LEARNING_RATE, generator, mechanism_parameter
 from slayformer.attention.features import Dense
+from slayformer.attention.fixed import Fixed
 
 # e^{2 · 40} is far from fp32's largest number, and ordinary exponents are far from 40
 LARGEST_EXPONENT = 40.0
@@ -77,8 +77,7 @@ class ExponentialFeatures(nn.Module):
             else:
                 self.register_buffer(name, value)
         self.nodes, self.per_node, self.width = len(nodes_R), features, width
-        # the last result for fixed features, and what it was made from
-        self._kept: tuple[Any, tuple[Tensor, Tensor, Tensor]] | None = None
+        self._fixed = Fixed()
 
     def tensors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return √(2 s_r) ω as [H, D, F] and −s_r + ½ log(w_r/N) − shift as [H, 1, F]."""
@@ -90,16 +89,7 @@ class ExponentialFeatures(nn.Module):
 
     def _folded(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """Return what `tensors` and `shift` do; for fixed features kept from call to call."""
-        drawn = (self.omega_RHND, self.log_weights_RH)
-        # a graph compiler reads no addresses, and what inference mode makes is of no use outside
-        if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
-            return self._fold(dtype)
-        if any(x.requires_grad or x.is_inference() for x in drawn):
-            return self._fold(dtype)
-        key = (dtype, *((x.data_ptr(), x._version) for x in drawn))
-        if self._kept is None or self._kept[0] != key:
-            self._kept = key, self._fold(dtype)
-        return self._kept[1]
+        return self._fixed(self, dtype, lambda: self._fold(dtype))
 
     def _fold(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         nodes_R = self.nodes_R.to(dtype)

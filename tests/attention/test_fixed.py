@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from typing import Any
 
 import pytest
 import torch
@@ -13,13 +14,16 @@ from slayformer.attention.fixed import Fixed
 from slayformer.attention.linear import LinearAttention
 from slayformer.presets import make_attention
 
-# fixed features, a map that learns and one whose few numbers do
-NAMES = ["slay", "slay_best", "based"]
+# fixed features, such beside a number that learns, a map that learns and one whose few numbers do
+NAMES = ["slay", "slay near", "slay_best", "based"]
 
 
 def make(name: str, seed: int = 0) -> LinearAttention:
     """Return a small mechanism."""
-    attention = make_attention(name, num_heads=2, head_dim=8, max_sequence_length=32, seed=seed)
+    options = {"local": "chunk", "local_size": 4} if name == "slay near" else {}
+    attention = make_attention(
+        name.split()[0], num_heads=2, head_dim=8, max_sequence_length=32, seed=seed, **options
+    )
     assert isinstance(attention, LinearAttention)
     return attention
 
@@ -70,6 +74,19 @@ def test_a_change_is_seen(name: str, way: str) -> None:
     else:
         changed.load_state_dict(state, assign=way == "assigned")
     assert torch.equal(output(changed), expected)
+
+
+def test_a_new_tensor_at_the_address_of_an_old_one_is_seen() -> None:
+    attention, expected = make("slay near"), make("slay near")
+    maps: Any = attention.get_submodule("exponential")
+    memory = maps.omega_RHND.numpy().copy()
+    maps.omega_RHND = torch.from_numpy(memory)
+    # as in training
+    attention(*heads())
+    memory *= 2
+    maps.omega_RHND = torch.from_numpy(memory)
+    expected.load_state_dict(attention.state_dict())
+    assert torch.equal(output(attention), output(expected))
 
 
 def test_values_written_behind_the_versions_are_seen() -> None:
