@@ -45,9 +45,13 @@ TOKENIZER_FOLDER = "tokenizer"
 
 @dataclass(frozen=True)
 class PreparedData:
-    """Token shards ready to read, and the tokenizer that made them."""
+    """Token shards ready to read, and the tokenizer that made them.
+
+    Two of the same `identity` hold the same tokens in the same order, cut into whatever shards.
+    """
 
     directory: Path
+    identity: str
     tokenizer: Tokenizer
     train: TokenStream
     validation: TokenStream
@@ -68,7 +72,7 @@ def prepare(data: DataConfig, tokenizer: TokenizerConfig) -> PreparedData:
         "shard_tokens": data.shard_tokens,
         **({} if data.parts is None else {"parts": data.parts}),
     }
-    key = hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()
+    key = _digest(description)
     label = re.sub(r"[^A-Za-z0-9._-]+", "_", corpus.label)
     cache = Path(data.cache_directory).expanduser().absolute()
     directory = cache / f"{label}-{tokenizer.name}-{key[:12]}"
@@ -95,14 +99,15 @@ def open_prepared(directory: Path, *, verify: bool) -> PreparedData:
     try:
         manifest = json.loads((directory / MANIFEST_FILE).read_bytes())
         listed = {side: dict(manifest[side]["shards"]) for side in SIDES}
-        identity = manifest["tokenizer"]["identity"]
+        tokenizer_identity = manifest["tokenizer"]["identity"]
+        identity = _identity(manifest["description"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{directory / MANIFEST_FILE} is damaged: {error!r}; {remedy}") from error
     try:
         tokenizer = load_tokenizer(directory / TOKENIZER_FOLDER)
     except DataError as error:
         raise DataError(f"{error}; {remedy}") from error
-    if tokenizer.identity != identity:
+    if tokenizer.identity != tokenizer_identity:
         raise DataError(f"the tokenizer in {directory} is not the one of its shards; {remedy}")
 
     def open_listed(name: str, sha256: str) -> Shard:
@@ -120,7 +125,20 @@ def open_prepared(directory: Path, *, verify: bool) -> PreparedData:
                 label=f"the {side} text in {directory}",
                 documents=sum(shard.documents for shard in shards),
             )
-    return PreparedData(directory, tokenizer, streams[TRAIN], streams[VALIDATION])
+    return PreparedData(directory, identity, tokenizer, streams[TRAIN], streams[VALIDATION])
+
+
+def _digest(description: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()
+
+
+def _identity(description: dict[str, Any]) -> str:
+    """Return the digest of what the tokens depend on, without how they are cut into files."""
+    cut = {"shard_tokens"}
+    if description["maximum_tokens"] is None:
+        # parts in order are the whole; a maximum is shared between them
+        cut.add("parts")
+    return _digest({key: value for key, value in description.items() if key not in cut})
 
 
 def _build(

@@ -287,6 +287,7 @@ class Training:
             "mechanism": self.config.attention.name,
             "tokenizer": self.inputs.data.tokenizer.identity,
             "data": self.inputs.data.directory.name,
+            "data_identity": self.inputs.data.identity,
             "seconds_by_part": self.meter.state,
             "peak_memory_bytes": self._peak_memory_bytes(),
             "recent_losses": self.bad_updates.state,

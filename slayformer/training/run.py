@@ -121,7 +121,6 @@ def _start(
     weights: InitialWeights | None,
     lock: RunLock,
 ) -> RunStart:
-    tokenizer = inputs.data.tokenizer
-    warning = None if weights is None else check_tokenizer(weights, tokenizer)
-    start = start_run(config, plan, tokenizer, lock)
+    warning = None if weights is None else check_tokenizer(weights, inputs.data.tokenizer)
+    start = start_run(config, plan, inputs.data, lock)
     return replace(start, warnings=(*start.warnings, *([warning] if warning else [])))

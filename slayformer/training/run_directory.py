@@ -18,8 +18,8 @@ from omegaconf import OmegaConf
 import slayformer
 from slayformer.config import SourceConfig, TrainConfig
 from slayformer.config_loading import to_plain
+from slayformer.data.prepare import PreparedData
 from slayformer.data.shards import write_atomically
-from slayformer.data.tokenizer import Tokenizer
 from slayformer.errors import CheckpointError, ConfigError, UserError
 from slayformer.huggingface.hub import is_hub_name
 from slayformer.training.budget import Plan
@@ -89,7 +89,7 @@ def with_absolute_paths(config: TrainConfig) -> TrainConfig:
     )
 
 
-def start_run(config: TrainConfig, plan: Plan, tokenizer: Tokenizer, lock: RunLock) -> RunStart:
+def start_run(config: TrainConfig, plan: Plan, data: PreparedData, lock: RunLock) -> RunStart:
     """Return where the run lives and what it goes on from; makes a new directory if it needs one.
 
     `lock` is taken there before anything that could change is read. Call it on rank 0 alone.
@@ -98,7 +98,7 @@ def start_run(config: TrainConfig, plan: Plan, tokenizer: Tokenizer, lock: RunLo
     """
     home = _home(config)
     warning = lock.take(home) if home is not None and home.is_dir() else None
-    start = _find_start(config, plan, tokenizer)
+    start = _find_start(config, plan, data)
     if start.directory != home or not lock.held:
         warning = lock.take(start.directory)
     return start if warning is None else replace(start, warnings=(*start.warnings, warning))
@@ -114,7 +114,7 @@ def _home(config: TrainConfig) -> Path | None:
     return parent.parent if parent.name == FOLDER else None
 
 
-def _find_start(config: TrainConfig, plan: Plan, tokenizer: Tokenizer) -> RunStart:
+def _find_start(config: TrainConfig, plan: Plan, data: PreparedData) -> RunStart:
     if config.resume is None:
         return RunStart(_make_directory(config))
     if config.resume == "auto":
@@ -126,7 +126,7 @@ def _find_start(config: TrainConfig, plan: Plan, tokenizer: Tokenizer) -> RunSta
         checkpoint, warnings = find_sound_checkpoint(directory)
     else:
         checkpoint, warnings = find_sound_checkpoint(Path(config.resume))
-    check_fits(checkpoint, config, plan, tokenizer)
+    check_fits(checkpoint, config, plan, data)
     home = checkpoint.parent.parent if checkpoint.parent.name == FOLDER else None
     if home is None and config.run_directory is None:
         raise CheckpointError(f"{checkpoint} is not inside a run; give run_directory=NEW_FOLDER")
@@ -142,11 +142,11 @@ def _find_start(config: TrainConfig, plan: Plan, tokenizer: Tokenizer) -> RunSta
     return RunStart(_make_directory(config), checkpoint, home, tuple(warnings))
 
 
-def check_fits(path: Path, config: TrainConfig, plan: Plan, tokenizer: Tokenizer) -> None:
+def check_fits(path: Path, config: TrainConfig, plan: Plan, data: PreparedData) -> None:
     """Raise CheckpointError unless a run of `config` can go on from checkpoint `path`.
 
-    Model, mechanism, tokenizer and seed must be as they were, and `plan` must have seen as many
-    samples at that update. World size and ZeRO stage may be others.
+    Model, mechanism, tokenizer, seed and `data` must be as they were, and `plan` must have seen as
+    many samples at that update. World size and ZeRO stage may be others.
     """
     state, saved, asked = read_state(path), to_plain(read_config(path)), to_plain(config)
     if not (path / OPTIMIZER).is_file():
@@ -172,8 +172,16 @@ def check_fits(path: Path, config: TrainConfig, plan: Plan, tokenizer: Tokenizer
             f"{path} started from initial_weights={saved['initial_weights']}, which is not "
             f"{asked['initial_weights']}; leave it out to go on"
         )
-    if state["tokenizer"] != tokenizer.identity:
-        raise CheckpointError(f"{path} was saved with a {tokenizer.name} tokenizer of other text")
+    if state["tokenizer"] != data.tokenizer.identity:
+        name = data.tokenizer.name
+        raise CheckpointError(f"{path} was saved with a {name} tokenizer of other text")
+    # earlier versions did not save it
+    if state.get("data_identity", data.identity) != data.identity:
+        raise CheckpointError(
+            f"{path} was trained on other text ({state['data']}, now {data.directory.name}): its "
+            f"data options were others, or the text has been edited; to go on with new text start "
+            f"another run with initial_weights={path}"
+        )
     update, samples = state["update"], state["samples"]
     if update > plan.updates or plan.samples_at(update) != samples:
         raise CheckpointError(

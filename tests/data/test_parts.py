@@ -58,6 +58,7 @@ def test_parts_in_order_are_the_whole(data: DataConfig) -> None:
     prepared = prepare(data, BYTES)
     whole = prepare(replace(data, parts=None), BYTES)
     assert prepared.directory != whole.directory
+    assert prepared.identity == whole.identity
     for side in ("train", "validation"):
         assert texts(prepared, side) == texts(whole, side)
         assert getattr(prepared, side).documents == getattr(whole, side).documents

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from slayformer.config import TrainConfig
+from slayformer.data.prepare import PreparedData, prepare
 from slayformer.data.tokenizer import BPETokenizer, BytesTokenizer, vocabulary_size
 from slayformer.errors import CheckpointError
 from slayformer.model.gpt2 import GPT2
@@ -55,13 +56,18 @@ def config(train_config: Any) -> TrainConfig:
 
 
 @pytest.fixture
+def data(config: TrainConfig) -> PreparedData:
+    return prepare(config.data, config.tokenizer)
+
+
+@pytest.fixture
 def engine(config: TrainConfig) -> Weights:
     model = GPT2(config.model, config.attention, vocabulary_size=257, seed=3)
     return Weights(model)
 
 
 @pytest.fixture
-def save(tmp_path: Path, config: TrainConfig, engine: Weights) -> Save:
+def save(tmp_path: Path, config: TrainConfig, data: PreparedData, engine: Weights) -> Save:
     """Return `save(update)`, which saves into the run `tmp_path`/run and returns the folder."""
     tokenizer = BytesTokenizer()
     saver = Saver(tmp_path / "run", config, tokenizer)
@@ -73,6 +79,8 @@ def save(tmp_path: Path, config: TrainConfig, engine: Weights) -> Save:
             "samples": 8 * update,
             "world_size": 1,
             "tokenizer": tokenizer.identity,
+            "data": data.directory.name,
+            "data_identity": data.identity,
         }
         saver.save(engine, state)  # type: ignore[arg-type]
         saver.wait()
@@ -200,14 +208,14 @@ def test_damage_is_found(save: Save, damage: Callable[[Path], Any], message: str
 
 
 def test_checkpoint_fits_only_what_it_was_saved_for(
-    save: Save, train_config: Any, config: TrainConfig
+    save: Save, train_config: Any, config: TrainConfig, data: PreparedData
 ) -> None:
-    folder, tokenizer = save(10), BytesTokenizer()
+    folder = save(10)
 
     def fits(*overrides: str, world_size: int = 1) -> None:
         asked = train_config("attention=slay", "budget.updates=40", *overrides)
         plan = make_plan(asked, vocabulary_size(asked.tokenizer), world_size)
-        check_fits(folder, asked, plan, tokenizer)
+        check_fits(folder, asked, plan, data)
 
     fits()
     fits("budget.updates=10", "optimizer.learning_rate=1", "batch.micro_samples=2")
@@ -227,7 +235,9 @@ def test_checkpoint_fits_only_what_it_was_saved_for(
     plan = make_plan(config, 257, 1)
     other = BPETokenizer.build(257, lambda: ["text"])
     with pytest.raises(CheckpointError, match="tokenizer of other text"):
-        check_fits(folder, config, plan, other)
+        check_fits(folder, config, plan, replace(data, tokenizer=other))
+    with pytest.raises(CheckpointError, match=f"other text .* initial_weights={folder}$"):
+        check_fits(folder, config, plan, replace(data, identity="0" * 64))
 
 
 def test_changed_settings_are_named(save: Save, config: TrainConfig) -> None:

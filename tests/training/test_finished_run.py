@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from slayformer.errors import CheckpointError
 from slayformer.training.checkpoint import MANIFEST, STATE, find_checkpoint, sha256
 from slayformer.training.run import run
 
@@ -68,3 +70,28 @@ def test_a_finished_run_stays_as_it_is_until_it_gets_a_larger_budget(
     run(train_config(*again, "budget.updates=3"))
     assert validations(directory) == [2, 3]
     assert json.loads((directory / "summary.json").read_text())["finished"] is True
+
+
+def test_a_run_goes_on_with_its_own_text_alone(
+    train_config: Any, text_folder: Path, tmp_path: Path
+) -> None:
+    text, directory = tmp_path / "text", tmp_path / "run"
+    shutil.copytree(text_folder, text)
+
+    def go_on(updates: int, *overrides: str) -> None:
+        own = [f"data.source.path={text}", f"run_directory={directory}", "resume=auto"]
+        own.append("schedule.warmup_updates=0")
+        run(train_config("attention=softmax", *own, f"budget.updates={updates}", *overrides))
+
+    go_on(1)
+    # the same tokens at another place, in other files
+    text = text.rename(tmp_path / "moved")
+    go_on(2, f"data.cache_directory={tmp_path / 'cache'}", "data.parts=3", "data.shard_tokens=3000")
+    assert validations(directory) == [1, 2]
+    before = contents(directory)
+    # a maximum makes other windows, and so does a letter more
+    for overrides in ("data.maximum_tokens=10000",), ():
+        with pytest.raises(CheckpointError, match=r"trained on other text .* initial_weights="):
+            go_on(3, *overrides)
+        (text / "document_03.txt").write_text("Something else.")
+    assert contents(directory) == before

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from slayformer.config import TrainConfig
+from slayformer.data.prepare import prepare
 from slayformer.data.tokenizer import BytesTokenizer
 from slayformer.errors import CheckpointError, ConfigError, UserError
 from slayformer.model.gpt2 import GPT2
@@ -29,7 +30,8 @@ from slayformer.training.saving import Snapshot, write_checkpoint
 
 
 def start(config: TrainConfig) -> RunStart:
-    return start_run(with_absolute_paths(config), plan_of(config), BytesTokenizer(), RunLock())
+    data = prepare(config.data, config.tokenizer)
+    return start_run(with_absolute_paths(config), plan_of(config), data, RunLock())
 
 
 def plan_of(config: TrainConfig) -> Plan:
