@@ -98,10 +98,12 @@ def _train(
     config = replace(config, initial_weights=origin or recorded_path(config))
     advice = f"go on from the newest checkpoint with: {resume_command(start.directory)}"
     with distributed.shared_sequences(plan.context_parallel):
-        training = Training(config, plan, inputs, start, weights)
         try:
+            training = Training(config, plan, inputs, start, weights)
             with training.log or nullcontext(), watched(config.engine.timeout_seconds, advice):
                 training.run()
+            # not after an exception: it waits for the device, and the device for other ranks
+            training.engine.close()
         except RuntimeError as error:
             if distributed.lost_another(error):
                 what = "another process of this run has died, and its own output says why"
@@ -110,8 +112,6 @@ def _train(
             else:
                 raise
             raise UserError(f"{what}; {advice}") from error
-        finally:
-            training.engine.close()
 
 
 def _start(

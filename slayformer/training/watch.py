@@ -51,8 +51,12 @@ def watched(timeout_s: float, advice: str) -> Iterator[None]:
     watch.start()
     try:
         yield
-    finally:
+    except BaseException:
+        # the others, who do not know of it and wait, will hear no sign of life
         watch.stop()
+        raise
+    watch.stop()
+    watch.tell_finished()
 
 
 class _Watch(threading.Thread):
@@ -66,23 +70,27 @@ class _Watch(threading.Thread):
         self._store = dist.PrefixStore("slayformer/watch", store.clone())
         self._store.set_timeout(timedelta(seconds=SIGN_OF_LIFE_S))
         self._beats = 0
-        self._finished = threading.Event()
+        self._stopped = threading.Event()
 
     def stop(self) -> None:
-        """Tell the others that this process waits for nobody any more."""
-        self._finished.set()
+        """Watch no more, and show no more signs of life."""
+        self._stopped.set()
+        self.join(SIGN_OF_LIFE_S)
+
+    def tell_finished(self) -> None:
+        """Tell the others that this process waits for nobody any more, and nobody for it."""
         self._answer(lambda: self._store.set(str(self._rank), FINISHED))
 
     def run(self) -> None:
         while self._beat():
             if time.monotonic() - _passed_at > self._timeout_s:
                 missing = self._missing()
-                if missing and not self._finished.is_set():
+                if missing and not self._stopped.is_set():
                     self._end(missing)
 
     def _beat(self) -> bool:
         """Wait a while and show a sign of life; return False once this process waits for nobody."""
-        if self._finished.wait(self._interval_s):
+        if self._stopped.wait(self._interval_s):
             return False
         self._beats += 1
         self._answer(self._tell)
@@ -143,8 +151,8 @@ class _Watch(threading.Thread):
     def _end(self, missing: list[str]) -> None:
         # so that rank 0 speaks first
         if self._rank > 0:
-            self._finished.wait(OTHER_RANKS_WAIT_S)
-        if self._finished.is_set():
+            self._stopped.wait(OTHER_RANKS_WAIT_S)
+        if self._stopped.is_set():
             return
         where = "" if self._rank == 0 else f"rank {self._rank}: "
         print(

@@ -222,15 +222,18 @@ StartRanks = Callable[..., Processes]
 
 @pytest.fixture
 def start_ranks() -> Iterator[StartRanks]:
-    """Return `start(arguments, world_size, file_limit_bytes=None)`: processes without a launcher.
+    """Return `start(arguments, world_size, file_limit_bytes=None, program=train.py)`.
 
-    One process is started plainly, without any variable of a launcher. They are killed at the end
-    of the test if they still run.
+    It starts processes without a launcher; one process plainly, without any variable of a launcher.
+    They are killed at the end of the test if they still run.
     """
     started: Processes = []
 
     def start(
-        arguments: list[str], world_size: int, file_limit_bytes: int | None = None
+        arguments: list[str],
+        world_size: int,
+        file_limit_bytes: int | None = None,
+        program: tuple[str, ...] = (str(ROOT / "train.py"),),
     ) -> Processes:
         def limit() -> None:
             if file_limit_bytes is not None:
@@ -250,7 +253,7 @@ def start_ranks() -> Iterator[StartRanks]:
             environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
             started.append(
                 subprocess.Popen(
-                    [sys.executable, str(ROOT / "train.py"), *arguments],
+                    [sys.executable, *program, *arguments],
                     env={**environment, **variables},
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,

@@ -22,6 +22,26 @@ LAUNCH_SECONDS = 240
 Processes = list[subprocess.Popen[str]]
 
 SHORT = ["batch.samples_per_update=8", "budget=updates", "budget.updates=6"]
+# train.py, in which rank 1 fails at its third update and would, as with nccl, wait to say goodbye
+RAISING = """
+import time
+import torch.distributed as dist
+from slayformer.cli import entry_point
+from slayformer.training.engine import TrainingEngine
+from train import main
+
+real, updates = TrainingEngine.step, []
+
+def step(self, rate):
+    updates.append(rate)
+    if dist.get_rank() == 1 and len(updates) == 3:
+        raise RuntimeError("out of memory")
+    return real(self, rate)
+
+TrainingEngine.step = step
+TrainingEngine.close = dist.destroy_process_group = lambda *_: time.sleep(600)
+entry_point(main)
+"""
 ENDLESS = ["batch.samples_per_update=8", "budget=updates", "budget.updates=100000"]
 
 
@@ -138,6 +158,19 @@ def test_a_rank_that_dies_or_stops_ends_the_other(
         assert "Traceback" not in told
         # still stopped: nobody else ended it
         assert processes[rank].poll() is None
+
+
+def test_a_rank_that_raises_ends_the_other(
+    tiny: list[str], start_ranks: Any, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    arguments = [*tiny, *ENDLESS, f"run_directory={run}"]
+    (code, told), (failed, traceback) = ends(start_ranks(arguments, 2, program=("-c", RAISING)))
+    assert (code, failed) == (2, 1)
+    assert "RuntimeError: out of memory" in traceback
+    assert "error: another process of this run has died" in told
+    assert told.rstrip().endswith(f"run_directory={run} resume=auto")
+    assert "Traceback" not in told
 
 
 def test_full_disk_keeps_the_earlier_checkpoint_on_all_ranks(
