@@ -28,6 +28,8 @@ CONTROL_TIMEOUT = timedelta(days=7)
 AFTER_THE_WATCH_S = 60
 
 _control_group: dist.ProcessGroup | None = None
+# of the collectives of the training
+_timeout = timedelta()
 # how many consecutive ranks hold a sequence together, and their groups by that number
 _context_ranks = 1
 _context_groups: dict[int, dist.ProcessGroup] = {}
@@ -52,21 +54,21 @@ def initialize(timeout_s: float = 1800) -> None:
 
     Raises UserError if not all processes come.
     """
-    global _control_group
+    global _control_group, _timeout
     if _control_group is not None:
         return
+    _timeout = timedelta(seconds=timeout_s + AFTER_THE_WATCH_S)
     if not dist.is_initialized():
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         if launched():
             device()
             _share_cores()
-            timeout = timedelta(seconds=timeout_s + AFTER_THE_WATCH_S)
             try:
-                dist.init_process_group(backend, timeout=timeout)
+                dist.init_process_group(backend, timeout=_timeout)
             except dist.DistStoreError as error:
                 raise UserError(
                     f"not all of the {planned_world_size()} processes came within "
-                    f"{timeout.total_seconds():g} s: {error}"
+                    f"{_timeout.total_seconds():g} s: {error}"
                 ) from error
         else:
             # deepspeed reads these; a store in memory needs no port
@@ -75,6 +77,17 @@ def initialize(timeout_s: float = 1800) -> None:
         # nccl waits in it for every rank: never where one may have failed
         after_success.append(_shut_down)
     _control_group = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
+
+
+def limit_waiting() -> None:
+    """Let the collectives of every group there is wait no longer than those of the training.
+
+    DeepSpeed makes groups of its own, with torch's default. Those of this module stay as they are.
+    """
+    c10d = dist.distributed_c10d
+    for group in list(c10d._world.pg_map):
+        if group is not _control_group:
+            c10d._set_pg_timeout(_timeout, group)
 
 
 def _share_cores() -> None:
@@ -139,7 +152,7 @@ def shared_sequences(ranks: int) -> Iterator[None]:
     """
     global _context_ranks
     if ranks > 1 and ranks not in _context_groups:
-        _context_groups[ranks], _ = dist.new_subgroups(ranks)
+        _context_groups[ranks], _ = dist.new_subgroups(ranks, timeout=_timeout)
     before, _context_ranks = _context_ranks, ranks
     try:
         yield

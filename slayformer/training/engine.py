@@ -53,6 +53,7 @@ class TrainingEngine:
         self._engine, *_ = deepspeed.initialize(
             model=objective, optimizer=optimizer, config=deepspeed_settings(config, parameters)
         )
+        distributed.limit_waiting()
         if self.zero_stage in (1, 2) and not config.engine.offload_optimizer:
             _share_weights(self._engine.optimizer)
         if self.zero_stage == 3:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from slayformer.cli import compose
 from slayformer.config_loading import load_config
@@ -49,6 +50,16 @@ class Observed(engine.TrainingEngine):
 
     name = ""
     updates = 0
+
+    def __init__(self, objective: Any, config: Any) -> None:
+        super().__init__(objective, config)
+        # half an hour and a minute; what ranks tell one another may take a week
+        waits = [
+            group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+            for group in dist.distributed_c10d._world.pg_map
+        ]
+        assert len(waits) >= 3, waits
+        assert sorted(set(waits)) == [1860, 7 * 86400], waits
 
     def forward(self, batch: Any) -> torch.Tensor:
         nats_BT = super().forward(batch)
