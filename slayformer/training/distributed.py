@@ -52,7 +52,7 @@ def initialize(timeout_s: float = 1800) -> None:
     `timeout_s`. Objects, sums and barriers of this module go over a gloo group of their own, which
     waits long.
 
-    Raises UserError if not all processes come.
+    Raises UserError if not all processes come, or they cannot connect to one another.
     """
     global _control_group, _timeout
     if _control_group is not None:
@@ -63,20 +63,38 @@ def initialize(timeout_s: float = 1800) -> None:
         if launched():
             device()
             _share_cores()
-            try:
+            with _failures_told():
                 dist.init_process_group(backend, timeout=_timeout)
-            except dist.DistStoreError as error:
-                raise UserError(
-                    f"not all of the {planned_world_size()} processes came within "
-                    f"{_timeout.total_seconds():g} s: {error}"
-                ) from error
         else:
             # deepspeed reads these; a store in memory needs no port
             os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         # nccl waits in it for every rank: never where one may have failed
         after_success.append(_shut_down)
-    _control_group = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
+    # while it connects nothing takes long
+    with _failures_told():
+        group = dist.new_group(backend="gloo", timeout=_timeout)
+    dist.distributed_c10d._set_pg_timeout(CONTROL_TIMEOUT, group)
+    _control_group = group
+
+
+@contextmanager
+def _failures_told() -> Iterator[None]:
+    """Turn every failure to connect into a UserError."""
+    try:
+        yield
+    except dist.DistStoreError as error:
+        raise UserError(
+            f"not all of the {planned_world_size()} processes came within "
+            f"{_timeout.total_seconds():g} s: {error}"
+        ) from error
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise UserError(
+            f"the processes cannot connect to one another: {reason}; on several machines name the "
+            f"network interface that joins them, for example GLOO_SOCKET_IFNAME=eth0 and "
+            f"NCCL_SOCKET_IFNAME=eth0"
+        ) from error
 
 
 def limit_waiting() -> None:
