@@ -61,6 +61,11 @@ class Plan:
         """How many devices, or groups of them, have samples of their own."""
         return self.world_size // self.context_parallel
 
+    @property
+    def ends_partially(self) -> bool:
+        """Whether the last update is smaller than it would be in a longer run."""
+        return len(self.samples_of(self.updates - 1)) < self.segments[-1].samples_per_update
+
     def samples_at(self, update: int) -> int:
         """Return how many samples have been seen before `update` (all of them at `updates`)."""
         if not 0 <= update <= self.updates:

@@ -74,15 +74,23 @@ def run(config: TrainConfig) -> Path | None:
 def _say_finished(config: TrainConfig, plan: Plan, start: RunStart) -> None:
     if not distributed.is_main():
         return
+    done = f"finished: all {plan.updates:,} updates of {start.directory} are done; "
+    if plan.ends_partially:
+        done += (
+            f"the last was smaller than the others, so none can follow: to train further start "
+            f"another run with initial_weights={start.directory}"
+        )
+    else:
+        done += _larger_budget(config)
+    Console().print(done, markup=False, highlight=False, soft_wrap=True)
+
+
+def _larger_budget(config: TrainConfig) -> str:
     asked = {name: getattr(config.budget, name) for name in BUDGET_OPTIONS}
     name, amount = next((name, amount) for name, amount in asked.items() if amount is not None)
-    Console().print(
-        f"finished: all {plan.updates:,} updates of {start.directory} are done; to train further "
-        f"give a larger budget than budget.{name}={amount} too, for example "
-        f"budget.{name}={2 * amount}",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
+    return (
+        f"to train further give a larger budget than budget.{name}={amount} too, for example "
+        f"budget.{name}={2 * amount}"
     )
 
 

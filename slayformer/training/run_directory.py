@@ -20,9 +20,10 @@ from slayformer.config import SourceConfig, TrainConfig
 from slayformer.config_loading import to_plain
 from slayformer.data.prepare import PreparedData
 from slayformer.data.shards import write_atomically
+from slayformer.data.tokenizer import vocabulary_size
 from slayformer.errors import CheckpointError, ConfigError, UserError
 from slayformer.huggingface.hub import is_hub_name
-from slayformer.training.budget import Plan
+from slayformer.training.budget import Plan, make_plan
 from slayformer.training.checkpoint import (
     FOLDER,
     OPTIMIZER,
@@ -148,7 +149,8 @@ def check_fits(path: Path, config: TrainConfig, plan: Plan, data: PreparedData) 
     Model, mechanism, tokenizer, seed and `data` must be as they were, and `plan` must have seen as
     many samples at that update. World size and ZeRO stage may be others.
     """
-    state, saved, asked = read_state(path), to_plain(read_config(path)), to_plain(config)
+    state, started = read_state(path), read_config(path)
+    saved, asked = to_plain(started), to_plain(config)
     if not (path / OPTIMIZER).is_file():
         raise CheckpointError(
             f"{path} has no {OPTIMIZER}: an earlier version wrote it; its weights can still be used"
@@ -187,7 +189,22 @@ def check_fits(path: Path, config: TrainConfig, plan: Plan, data: PreparedData) 
         raise CheckpointError(
             f"{path} has seen {samples:,} samples in {update:,} updates, which the plan of this "
             f"batch and budget ({plan.samples:,} samples in {plan.updates:,} updates) never does"
+            f"{_why_never(path, started, state, config, plan)}"
         )
+
+
+def _why_never(
+    path: Path, started: TrainConfig, state: dict[str, Any], config: TrainConfig, plan: Plan
+) -> str:
+    """Return why `plan` cannot go on from checkpoint `path`, if not only for its options."""
+    world_size = state["world_size"]
+    before = make_plan(started, vocabulary_size(started.tokenizer), world_size)
+    if before.ends_partially and state["update"] == before.updates:
+        return (
+            f"; its last update was smaller than the others, so none can follow: start another run "
+            f"with initial_weights={path}"
+        )
+    return ""
 
 
 def _is_finished(home: Path, checkpoint: Path, plan: Plan) -> bool:

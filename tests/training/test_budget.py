@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from slayformer.cli import compose
 from slayformer.config import (
     BatchConfig,
     BudgetConfig,
@@ -23,6 +24,7 @@ from slayformer.config import (
     TrainConfig,
     ValidationConfig,
 )
+from slayformer.config_loading import load_config
 from slayformer.errors import ConfigError
 from slayformer.training.budget import make_plan, parameter_counts
 
@@ -242,3 +244,14 @@ def test_samples_at_refuses_updates_outside_the_plan() -> None:
     plan = make_plan(config(BatchConfig(1, samples_per_update=1), BudgetConfig(updates=2)), 257, 1)
     with pytest.raises(ValueError, match="outside"):
         plan.samples_at(3)
+
+
+def test_only_a_run_of_whole_updates_can_be_made_longer() -> None:
+    batch = BatchConfig(samples_per_update=8, micro_samples=8)
+    for samples, partial in ((16, False), (17, True), (7, True)):
+        budget = BudgetConfig(samples=samples)
+        assert make_plan(config(batch, budget), 50257, 1).ends_partially is partial
+    # what the pages say of the quick start
+    for options, updates in (([], 100), (["budget.tokens=819200"], 200)):
+        plan = make_plan(load_config(compose("train", options)), 50257, 1)
+        assert (plan.updates, plan.ends_partially) == (updates, False)

@@ -72,6 +72,28 @@ def test_a_finished_run_stays_as_it_is_until_it_gets_a_larger_budget(
     assert json.loads((directory / "summary.json").read_text())["finished"] is True
 
 
+def test_after_a_partial_update_none_follows(
+    train_config: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = tmp_path / "run"
+    asked = [
+        "attention=softmax",
+        f"run_directory={directory}",
+        "resume=auto",
+        "budget.updates=null",
+    ]
+    # eight samples, then four
+    run(train_config(*asked, "budget.samples=12"))
+    capsys.readouterr()
+    run(train_config(*asked, "budget.samples=12"))
+    (told,) = capsys.readouterr().out.splitlines()
+    assert told.endswith(f"start another run with initial_weights={directory}")
+    assert "budget." not in told
+    with pytest.raises(CheckpointError, match="smaller than the others, so none") as more:
+        run(train_config(*asked, "budget.samples=24"))
+    assert str(more.value).endswith(f"initial_weights={find_checkpoint(directory)}")
+
+
 def test_a_run_goes_on_with_its_own_text_alone(
     train_config: Any, text_folder: Path, tmp_path: Path
 ) -> None:
