@@ -204,6 +204,11 @@ def _why_never(
             f"; its last update was smaller than the others, so none can follow: start another run "
             f"with initial_weights={path}"
         )
+    if config.batch.samples_per_device is not None and world_size != plan.world_size:
+        return (
+            f"; batch.samples_per_device scales with the processes, {world_size} then and "
+            f"{plan.world_size} now"
+        )
     return ""
 
 

@@ -232,6 +232,10 @@ def test_checkpoint_fits_only_what_it_was_saved_for(
             fits(*overrides)
     # another topology goes on from the same sample, by another engine
     fits("engine.zero_stage=3", "attention.backend=torch", world_size=2)
+    per_device = ("batch.samples_per_update=null", "batch.samples_per_device=8")
+    fits(*per_device)
+    with pytest.raises(CheckpointError, match="scales with the processes, 1 then and 2 now"):
+        fits(*per_device, world_size=2)
     plan = make_plan(config, 257, 1)
     other = BPETokenizer.build(257, lambda: ["text"])
     with pytest.raises(CheckpointError, match="tokenizer of other text"):
