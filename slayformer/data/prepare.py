@@ -26,6 +26,7 @@ from slayformer.data.shards import (
     FORMAT_VERSION,
     Shard,
     TokenStream,
+    allow_open,
     open_shard,
     write_atomically,
 )
@@ -116,6 +117,7 @@ def open_prepared(directory: Path, *, verify: bool) -> PreparedData:
             raise DataError(f"{shard.path} is not the shard the manifest lists; {remedy}")
         return shard
 
+    allow_open(sum(map(len, listed.values())))
     streams = {}
     with ThreadPoolExecutor(usable_cores()) as pool:
         for side, digests in listed.items():

@@ -6,9 +6,11 @@ padded with spaces, then the ids, little-endian uint16 or uint32. Every byte is 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import resource
 import struct
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
@@ -27,6 +29,8 @@ MAGIC = b"SLAYTOK\0"
 PREFIX = struct.Struct("<8sII32s")
 ALIGNMENT_BYTES = 64
 MAXIMUM_HEADER_BYTES = 65_536
+# left for everything else a process keeps open
+OTHER_FILES = 1024
 
 
 @dataclass(frozen=True)
@@ -121,7 +125,14 @@ def open_shard(path: Path, *, tokenizer: Tokenizer, verify: bool) -> Shard:
             raise ValueError(f"its header promises {tokens} tokens of {dtype}")
         if size != offset + tokens * dtype.itemsize:
             raise ValueError(f"it has {size:,} bytes, not {offset + tokens * dtype.itemsize:,}")
+        # as a plain array: slices of np.memmap cost several times more
+        ids = np.asarray(np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(tokens,)))
     except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise DataError(
+                f"{path} is one file more than may be open at once: raise that limit (ulimit -n "
+                f"tells it), or prepare the data with a larger data.shard_tokens"
+            ) from error
         raise DataError(f"cannot read the shard {path}: {error.strerror}; {remedy}") from error
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} is not a whole token shard: {error}; {remedy}") from error
@@ -130,11 +141,19 @@ def open_shard(path: Path, *, tokenizer: Tokenizer, verify: bool) -> Shard:
             f"{path} holds ids of another tokenizer ({header['tokenizer']} {identity[:12]}, "
             f"not {tokenizer.name} {tokenizer.identity[:12]}); {remedy}"
         )
-    # as a plain array: slices of np.memmap cost several times more
-    ids = np.asarray(np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(tokens,)))
     if verify and hashlib.sha256(ids.data).hexdigest() != sha256:
         raise DataError(f"{path} is damaged: its tokens do not match their sha256; {remedy}")
     return Shard(path, ids, documents, sha256)
+
+
+def allow_open(shards: int) -> None:
+    """Raise this process's limit of open files for so many shards, as far as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = shards + OTHER_FILES
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int, int]:

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -420,3 +421,37 @@ def test_command_with_a_missing_path(run_command):
     missing = run_command(["scripts/prepare_data.py", "data=text", "data.source.path=nowhere"])
     assert missing.code == 2
     assert missing.stderr == "error: data.source.path=nowhere: there is no such file or folder\n"
+
+
+OPEN = """
+import resource, sys
+from pathlib import Path
+from slayformer.data.prepare import open_prepared
+from slayformer.errors import DataError
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, int(sys.argv[2])))
+try:
+    print(len(open_prepared(Path(sys.argv[1]), verify=True).train.pieces))
+except DataError as error:
+    print(error)
+"""
+
+
+def test_more_shards_than_files_may_be_open(data, tmp_path):
+    (tmp_path / "lines").write_text("".join(f"Line {number}.\n" for number in range(200)))
+    source = SourceConfig(kind="text", path=str(tmp_path / "lines"), document_start="^")
+    prepared = prepare(replace(data, source=source, shard_tokens=1), BYTES)
+    shards = len(prepared.train.pieces)
+    assert shards > 100
+    told = [
+        subprocess.run(
+            [sys.executable, "-c", OPEN, str(prepared.directory), str(limit)],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for limit in (1000, 64)
+    ]
+    assert told[0] == f"{shards}\n"
+    assert "one file more than may be open at once: raise that limit" in told[1]
+    assert "delete" not in told[1]
