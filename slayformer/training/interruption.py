@@ -21,7 +21,7 @@ class StopSignal:
     """Within this context SIGINT, SIGTERM and SIGUSR1 only set `received`.
 
     Rank 0 says so, in one line. A second SIGINT interrupts. A SIGUSR1 that train.py held back until
-    here is received at once.
+    here is received at once, and one that comes later is held back again.
 
     Outside the main thread, where Python takes no signals, it does nothing.
     """
@@ -29,14 +29,18 @@ class StopSignal:
     def __init__(self) -> None:
         self.received = False
         self._before: dict[int, Any] = {}
+        self._blocked: set[signal.Signals] = set()
 
     def __enter__(self) -> StopSignal:
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._receive) for number in SIGNALS}
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
+            blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
+            self._blocked = {signal.SIGUSR1} & blocked
         return self
 
     def __exit__(self, *exception: object) -> None:
+        if self._before:
+            signal.pthread_sigmask(signal.SIG_BLOCK, self._blocked)
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
