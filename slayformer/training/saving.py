@@ -137,6 +137,8 @@ def write_checkpoint(
 ) -> Path:
     """Write `snapshot` and return its folder; the newest `checkpoint.keep` and the best stay.
 
+    Checkpoints of later updates go: the run has gone on from before them.
+
     The best is that with the lowest `validation_loss` in its state, where there is one.
 
     Raises CheckpointError if it cannot: what had been written is removed, `latest` and the
@@ -198,12 +200,15 @@ def _publish(unfinished: Path, folder: Path, keep: int) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         raise
     names = complete_names(folder.parent)
+    # what lies beyond is of a way that was left, for a damaged checkpoint at its end
+    void = names[names.index(folder.name) + 1 :]
+    names = names[: len(names) - len(void)]
     losses = {name: _validation_loss(folder.parent / name) for name in names}
     scored = {name: loss for name, loss in losses.items() if loss is not None}
     best = min(scored, key=lambda name: scored[name], default=None)
     if best is not None:
         write_atomically(folder.parent / BEST, [best.encode()])
-    for name in names[:-keep]:
+    for name in names[:-keep] + void:
         if name != best:
             shutil.rmtree(folder.parent / name, ignore_errors=True)
 

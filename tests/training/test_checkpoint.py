@@ -292,6 +292,20 @@ def test_a_failed_save_leaves_the_earlier_checkpoints(
     verify_checkpoint(find_checkpoint(tmp_path / "run"))
 
 
+def test_what_lies_beyond_is_void(save: Save, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    save(30, validation_loss=3.0)
+    # the newest, and the best
+    damaged = save(40, validation_loss=2.0)
+    (damaged / "model.safetensors").write_bytes(b"")
+    assert find_sound_checkpoint(run)[0].name == "update_0000030"
+    saved = save(35)
+    assert find_sound_checkpoint(run) == (saved, [])
+    there = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert there == ["best", "latest", "update_0000030", "update_0000035"]
+    assert find_checkpoint(run / "checkpoints" / "best").name == "update_0000030"
+
+
 def test_what_a_killed_save_left_is_cleared_away(save: Save, tmp_path: Path) -> None:
     save(10)
     left = tmp_path / "run" / "checkpoints" / "update_0000020.unfinished"
