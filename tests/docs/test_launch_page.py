@@ -29,7 +29,8 @@ def test_the_slurm_script_starts_every_task_and_requeues(tmp_path: Path) -> None
     programs = tmp_path / "bin"
     programs.mkdir()
     played = {
-        "srun": 'shift; SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NTASKS=16 "$@"',
+        "srun": f'while [[ $1 == --* ]]; do echo "$1" >> {tmp_path}/srun.log; shift; done; '
+        'SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NTASKS=16 "$@"',
         "scontrol": f'echo "$@" >> {tmp_path}/scontrol.log; echo node7; echo node8',
         "python": f'env | grep -E "^(RANK|MASTER)" > {tmp_path}/env; {sys.executable} "$@"',
     }
@@ -59,6 +60,8 @@ def test_the_slurm_script_starts_every_task_and_requeues(tmp_path: Path) -> None
     assert "devices 16, ZeRO stage 2" in told
     assert "124,439,808 with attention=softmax" in told
     variables = (tmp_path / "env").read_text().split()
+    options = (tmp_path / "srun.log").read_text().split()
+    assert options == ["--kill-on-bad-exit=1", "--cpus-per-task=1"]
     assert set(variables) == {"RANK=0", "MASTER_ADDR=node7", "MASTER_PORT=30123"}
     # nothing was trained, so there is nothing to go on with
     assert "requeue" not in (tmp_path / "scontrol.log").read_text()
