@@ -42,7 +42,7 @@ class TrainingEngine:
         distributed.initialize(config.engine.timeout_seconds)
         self.device = distributed.device()
         check_engine(config.engine, self.device)
-        self.objective = objective.to(self.device)
+        self.objective = objective
         self.zero_stage = config.engine.zero_stage
         self._clipping = config.optimizer.gradient_clipping
         self.loss_scale = LossScale() if config.engine.precision == "fp16" else None
@@ -50,8 +50,13 @@ class TrainingEngine:
         deepspeed = _import_deepspeed()
         parameters = sum(parameter.numel() for parameter in objective.parameters())
         optimizer = build_optimizer(objective, config.optimizer, self.device)
+        settings = deepspeed_settings(config, parameters)
+        if self.zero_stage == 3:
+            # takes the weights to the device one by one and cuts each: together they need not fit
+            deepspeed.zero.Init(module=objective, config_dict_or_path=settings)
+        objective.to(self.device)
         self._engine, *_ = deepspeed.initialize(
-            model=objective, optimizer=optimizer, config=deepspeed_settings(config, parameters)
+            model=objective, optimizer=optimizer, config=settings
         )
         distributed.limit_waiting()
         if self.zero_stage in (1, 2) and not config.engine.offload_optimizer:

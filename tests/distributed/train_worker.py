@@ -52,7 +52,19 @@ class Observed(engine.TrainingEngine):
     updates = 0
 
     def __init__(self, objective: Any, config: Any) -> None:
+        initial = {name: p.detach().clone() for name, p in objective.model.named_parameters()}
+        to_device = objective.to
+
+        def move(device: torch.device) -> torch.nn.Module:
+            # in stage 3 they are cut by then: no device has to hold them all
+            assert config.engine.zero_stage < 3 or not any(map(torch.numel, objective.parameters()))
+            return to_device(device)
+
+        objective.to = move
         super().__init__(objective, config)
+        weights = self.consolidated_weights()
+        if weights is not None:
+            assert all(torch.equal(weights[name], tensor) for name, tensor in initial.items())
         # half an hour and a minute; what ranks tell one another may take a week
         waits = [
             group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
