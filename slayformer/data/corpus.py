@@ -7,11 +7,9 @@ stay. Documents of white space alone are left out.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import metadata
@@ -20,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from slayformer.config import SourceConfig
-from slayformer.cores import usable_cores
+from slayformer.data.digests import files_sha256
 from slayformer.data.hub import hub_or_cache
 from slayformer.errors import ConfigError, DataError
 
@@ -59,8 +57,11 @@ class Source(ABC):
                 raise ConfigError(f"{field}.document_start", config.document_start, hint) from error
 
     @abstractmethod
-    def describe(self) -> dict[str, Any]:
-        """Return what the documents depend on, as JSON: two equal ones give equal documents."""
+    def describe(self, digests: Path | None = None) -> dict[str, Any]:
+        """Return what the documents depend on, as JSON: two equal ones give equal documents.
+
+        `digests` is a folder of known ones.
+        """
 
     @abstractmethod
     def most_parts(self) -> int:
@@ -89,11 +90,11 @@ class _Files(Source):
 
     files: dict[str, Path]
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self, digests: Path | None = None) -> dict[str, Any]:
         return {
             "kind": self.config.kind,
             "document_start": self.config.document_start,
-            "sha256": files_sha256(self.files, self.where),
+            "sha256": files_sha256(self.files, self.where, digests),
         }
 
     def most_parts(self) -> int:
@@ -174,7 +175,7 @@ class HuggingFaceSource(Source):
             )
         self.label = "-".join(filter(None, (self._folder.absolute().name, config.name)))
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self, digests: Path | None = None) -> dict[str, Any]:
         config = self.config
         description = {
             "kind": config.kind,
@@ -187,7 +188,7 @@ class HuggingFaceSource(Source):
             return {**description, "path": config.path}
         found = (p for p in self._folder.rglob("*") if p.is_file())
         files = {p.relative_to(self._folder).as_posix(): p for p in found}
-        return {**description, "sha256": files_sha256(files, self.where)}
+        return {**description, "sha256": files_sha256(files, self.where, digests)}
 
     def most_parts(self) -> int:
         if self.document_start is not None:
@@ -283,25 +284,6 @@ def join_rows(rows: Iterable[str], document_start: re.Pattern[str]) -> Iterator[
         document.append(row)
     if document:
         yield "".join(document)
-
-
-def files_sha256(files: dict[str, Path], where: str) -> str:
-    """Return the sha256 (hex) over names and contents of `files`.
-
-    Raises DataError if one cannot be read.
-    """
-
-    def digest(path: Path) -> str:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-
-    try:
-        with ThreadPoolExecutor(usable_cores()) as pool:
-            digests = list(pool.map(digest, files.values()))
-    except OSError as error:
-        raise DataError(f"{where}: cannot read {error.filename}: {error.strerror}") from error
-    listing = json.dumps(sorted(zip(files, digests, strict=True)))
-    return hashlib.sha256(listing.encode()).hexdigest()
 
 
 def _document_by_content(text: str) -> Document:

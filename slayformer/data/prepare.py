@@ -42,6 +42,8 @@ from slayformer.errors import DataError
 
 MANIFEST_FILE = "manifest.json"
 TOKENIZER_FOLDER = "tokenizer"
+# in the cache directory
+DIGESTS_FOLDER = "digests"
 
 
 @dataclass(frozen=True)
@@ -65,9 +67,10 @@ def prepare(data: DataConfig, tokenizer: TokenizerConfig) -> PreparedData:
     Raises DataError if the text is missing or too little, a shard is damaged, or the disk refuses.
     """
     corpus = SplitCorpus(data)
+    cache = Path(data.cache_directory).expanduser().absolute()
     description = {
         "format_version": FORMAT_VERSION,
-        **corpus.describe(),
+        **corpus.describe(cache / DIGESTS_FOLDER),
         "tokenizer": {**asdict(tokenizer), "training_characters": TOKENIZER_TRAINING_CHARACTERS},
         "maximum_tokens": data.maximum_tokens,
         "shard_tokens": data.shard_tokens,
@@ -75,7 +78,6 @@ def prepare(data: DataConfig, tokenizer: TokenizerConfig) -> PreparedData:
     }
     key = _digest(description)
     label = re.sub(r"[^A-Za-z0-9._-]+", "_", corpus.label)
-    cache = Path(data.cache_directory).expanduser().absolute()
     directory = cache / f"{label}-{tokenizer.name}-{key[:12]}"
     finished = directory / MANIFEST_FILE
     if not finished.is_file():

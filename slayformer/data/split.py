@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections.abc import Iterator
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from slayformer.config import DataConfig
@@ -41,11 +42,15 @@ class SplitCorpus:
             more = self._validation.total
             self.total = None if more is None else self.total + more
 
-    def describe(self) -> dict[str, Any]:
-        """Return what the documents and their sides depend on, as JSON."""
+    def describe(self, digests: Path) -> dict[str, Any]:
+        """Return what the documents and their sides depend on, as JSON.
+
+        `digests` is a folder in which those of files are kept.
+        """
+        source = self._main.describe(digests)
         if self._validation is None:
-            return {"source": self._main.describe(), "validation_fraction": self._fraction}
-        return {"source": self._main.describe(), "validation_source": self._validation.describe()}
+            return {"source": source, "validation_fraction": self._fraction}
+        return {"source": source, "validation_source": self._validation.describe(digests)}
 
     def readings(self) -> list[Iterator[Sided]]:
         """Return the readings that together give every document; the first has all for training."""

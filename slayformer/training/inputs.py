@@ -18,6 +18,9 @@ from slayformer.training import distributed
 from slayformer.training.budget import MicroBatch
 from slayformer.training.objective import IGNORE_INDEX
 
+# beside the shards
+TRAIN_COUNTS = "train_counts.npy"
+
 
 @dataclass(frozen=True)
 class Inputs:
@@ -51,7 +54,8 @@ class Inputs:
                 yield self.data.validation.read(start, self.context_length)
 
         size = self.data.tokenizer.vocabulary_size
-        return unigram_cross_entropy(self.data.train, targets(), size)
+        kept = self.data.directory / TRAIN_COUNTS
+        return unigram_cross_entropy(self.data.train, targets(), size, kept)
 
 
 def open_inputs(config: TrainConfig) -> Inputs:
