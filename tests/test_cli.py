@@ -379,6 +379,10 @@ def test_a_run_goes_on_with_its_own_options(tmp_path: Path) -> None:
         going_on = own_options(arguments)
         assert going_on is not None
         assert load_config(going_on) == dataclasses.replace(started, resume="auto")
+    # the plan of the run itself
+    planned = own_options([place, "resume=auto", "dry_run=true"])
+    assert planned is not None
+    assert load_config(planned) == dataclasses.replace(started, resume="auto", dry_run=True)
     # with changes: values by themselves, groups as a whole
     changes = ["budget.updates=9", "budget=updates", "engine=zero2", "batch.ramp=null"]
     going_on = own_options([place, "resume=auto", *changes])

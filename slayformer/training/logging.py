@@ -18,10 +18,11 @@ from slayformer.config_loading import to_plain
 from slayformer.data.shards import write_atomically
 from slayformer.errors import UserError
 from slayformer.training.budget import Plan
+from slayformer.training.going_on import changed_settings
 from slayformer.training.inputs import Inputs
 from slayformer.training.meters import PARTS
 from slayformer.training.plan_table import print_plan
-from slayformer.training.run_directory import RunStart, changed_settings, write_json
+from slayformer.training.run_directory import RunStart, write_json
 from slayformer.training.trackers import TensorBoard, Tracker, Wandb
 
 METRICS_FILE = "metrics.jsonl"

@@ -28,7 +28,7 @@ from slayformer.training.checkpoint import (
     load_model,
     verify_checkpoint,
 )
-from slayformer.training.run_directory import changed_settings, check_fits
+from slayformer.training.going_on import changed_settings, check_fits
 from slayformer.training.saving import Saver
 
 
