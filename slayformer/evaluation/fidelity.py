@@ -31,6 +31,7 @@ from slayformer.evaluation.attention_sample import (
     random_sample,
     window_samples,
 )
+from slayformer.finite import deviation
 from slayformer.model.gpt2 import GPT2
 
 UNIFORM = UniformConfig(name="uniform")
@@ -221,8 +222,7 @@ class Tally:
 
 
 def _spread(values: Sequence[float]) -> Spread:
-    std = statistics.stdev(values) if len(values) > 1 else None
-    return Spread(statistics.fmean(values), std)
+    return Spread(statistics.fmean(values), deviation(values))
 
 
 def _curve(cosines: np.ndarray, ratios: np.ndarray) -> Curve:

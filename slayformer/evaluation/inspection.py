@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +11,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from omegaconf import DictConfig
 from rich.console import Console
 
@@ -34,6 +32,7 @@ from slayformer.evaluation.fidelity import (
 )
 from slayformer.evaluation.inspection_figure import draw
 from slayformer.evaluation.progress import progress_bar
+from slayformer.finite import strict_json
 from slayformer.presets import load_preset, preset_names
 from slayformer.tables import markdown_table
 
@@ -129,7 +128,7 @@ def run(config: InspectConfig) -> Path:
         "notes": notes,
         "cosines": COSINES.tolist(),
         "normaliser_edges": NORMALISER_EDGES.tolist(),
-        "rows": [_plain(asdict(row)) for row in rows],
+        "rows": [strict_json(asdict(row)) for row in rows],
     }
     (directory / "table.md").write_text(_markdown(rows, notes), encoding="utf-8")
     (directory / "table.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
@@ -262,17 +261,6 @@ def _markdown(rows: Sequence[Measurement], notes: Sequence[str]) -> str:
     listed = [f"- {note}" for note in [*notes, "† control, not a contender."]]
     picture = "![kernel, entropy, normalisers, guarded rows](attention.png)"
     return "\n".join(["# How the mechanisms attend", "", *lines, "", *listed, "", picture, ""])
-
-
-def _plain(value: Any) -> Any:
-    """Return `value` for JSON: arrays as lists, what is not finite as null."""
-    if isinstance(value, np.ndarray):
-        value = value.tolist()
-    if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_plain(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _count(number: int, what: str) -> str:

@@ -18,6 +18,7 @@ from slayformer.evaluation.progress import progress_bar
 from slayformer.evaluation.scored_model import ScoredModel, extend_context, load_scored_model
 from slayformer.evaluation.scored_text import named_text, validation_text
 from slayformer.evaluation.windows import Text, TextWindows, standard_error
+from slayformer.finite import strict_json
 from slayformer.huggingface.hub import model_folder
 from slayformer.training import distributed
 from slayformer.training.objective import LanguageModelObjective
@@ -56,7 +57,7 @@ def run(config: EvalConfig) -> list[dict[str, Any]]:
         if config.json is not None:
             written = results if isinstance(config.checkpoint, list) else results[0]
             with _writing("json", config.json):
-                content = json.dumps(written, indent=2) + "\n"
+                content = json.dumps(strict_json(written), indent=2) + "\n"
                 Path(config.json).write_text(content, encoding="utf-8")
         if config.figure is not None:
             with _writing("figure", config.figure):

@@ -13,6 +13,7 @@ from slayformer.evaluation.fairness import Difference, check_fair, find_differen
 from slayformer.evaluation.paired import PairedDifference, paired_difference
 from slayformer.evaluation.published import Published, published_losses
 from slayformer.evaluation.runs import Run, named_apart
+from slayformer.finite import deviation
 
 # compared with unless another is named
 USUAL_BASELINE = "softmax"
@@ -22,7 +23,8 @@ USUAL_BASELINE = "softmax"
 class Row:
     """A mechanism's results over its seeds: means, except the largest peak memory.
 
-    `loss_std` is the sample standard deviation, None for one seed; `perplexity` is exp(loss).
+    `loss_std` is the sample standard deviation, None for one seed, NaN if one diverged;
+    `perplexity` is exp(loss).
     """
 
     mechanism: str
@@ -180,7 +182,7 @@ def make_rows(
                 mechanism=mechanism,
                 seeds=[run.seed for run in mine],
                 loss=loss,
-                loss_std=statistics.stdev(losses) if len(losses) > 1 else None,
+                loss_std=deviation(losses),
                 perplexity=math.inf if loss > 700 else math.exp(loss),
                 bits_per_byte=statistics.fmean(s["bits_per_byte"] for s in summaries),
                 tokens_per_second=statistics.fmean(s["tokens_per_second"] for s in summaries),

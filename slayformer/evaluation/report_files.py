@@ -11,6 +11,7 @@ from slayformer.evaluation.report import Report
 from slayformer.evaluation.report_figure import draw_pictures
 from slayformer.evaluation.report_page import page
 from slayformer.evaluation.report_table import latex, markdown, write_csv
+from slayformer.finite import strict_json
 
 
 def write_report(directory: Path, report: Report) -> list[Path]:
@@ -23,7 +24,7 @@ def write_report(directory: Path, report: Report) -> list[Path]:
         "md": markdown(report, [path for path in pictures if path.suffix == ".png"]),
         "tex": latex(report),
         "html": page(report),
-        "json": json.dumps(_record(report), indent=2),
+        "json": json.dumps(strict_json(_record(report)), indent=2),
     }
     files = [directory / f"comparison.{kind}" for kind in texts]
     for path, text in zip(files, texts.values(), strict=True):
@@ -34,7 +35,7 @@ def write_report(directory: Path, report: Report) -> list[Path]:
 
 
 def _record(report: Report) -> dict[str, Any]:
-    """Return all numbers of the report as JSON takes them."""
+    """Return all numbers of the report."""
     return {
         "rows": [asdict(row) for row in report.rows],
         "unigram_loss": report.unigram_loss,

@@ -12,6 +12,7 @@ from slayformer.evaluation.report import Report, Row
 from slayformer.evaluation.report_figure import mean_curve, stretch_label
 from slayformer.evaluation.report_table import NOTHING, columns, detail_tables
 from slayformer.evaluation.runs import Run, differing_keys, dotted
+from slayformer.finite import strict_json
 
 # of the picture of an interval, in its own units
 INTERVAL_WIDTH, INTERVAL_MARGIN = 120, 6
@@ -34,7 +35,7 @@ def page(report: Report) -> str:
     )
     low, high = _interval_range(report)
     # no name or path may end the element that the data is in
-    data = json.dumps(_finite(_data(report))).replace("<", "\\u003c")
+    data = json.dumps(strict_json(_data(report))).replace("<", "\\u003c")
     environment = Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
     )
@@ -279,12 +280,3 @@ def _environments(report: Report) -> dict[str, Any] | None:
     keys = dict.fromkeys(key for one in different for key in one)
     lines = [(key, [_text(one.get(key, NOTHING)) for one in different]) for key in keys]
     return {"lines": lines, "runs": [", ".join(names) for names in columns.values()]}
-
-
-def _finite(value: Any) -> Any:
-    """Return `value` with null for what JSON cannot hold: NaN and infinities."""
-    if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

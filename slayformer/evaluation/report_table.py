@@ -11,6 +11,7 @@ from typing import Literal
 
 from slayformer.evaluation.report import Report, Row
 from slayformer.evaluation.report_figure import stretch_label
+from slayformer.finite import strict_json
 from slayformer.tables import latex_table, latex_text, markdown_table
 
 Columns = dict[str, Callable[[Row], str]]
@@ -139,7 +140,7 @@ def write_csv(path: Path, report: Report) -> None:
             for name in ("seeds", "difference_seeds"):
                 values[name] = values[name] and " ".join(map(str, values[name]))
             for name in ("loss_by_position", "recall"):
-                values[name] = json.dumps(values[name])
+                values[name] = json.dumps(strict_json(values[name]))
             lines.append(
                 {**values, "baseline": report.baseline, "unigram_loss": report.unigram_loss}
             )

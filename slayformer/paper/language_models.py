@@ -13,6 +13,7 @@ from typing import Any
 
 from slayformer.data.shards import write_atomically
 from slayformer.evaluation.report_figure import MARKERS, mean_curve, tokens_label
+from slayformer.finite import deviation
 from slayformer.paper.figures import line_styles, new_figure
 from slayformer.paper.item import FAILS, HOLDS, HOLDS_AT, Claim, Data, Item, Picture, Request, Table
 from slayformer.paper.order import (
@@ -70,7 +71,8 @@ def _loss_table(name: str, results: dict[str, Any]) -> Table:
     for mechanism, by_seed in losses(results).items():
         values = [*by_seed.values()]
         mean = statistics.fmean(values)
-        spread = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
+        std = deviation(values)
+        spread = "" if std is None else f" ± {std:.4f}"
         count = "" if len(values) == 3 else f" ({len(values)} seed{'s' * (len(values) > 1)})"
         published = TABLE_5.get(mechanism)
         bits = [r["bits_per_byte"] for r in results["runs"] if r["mechanism"] == mechanism]
@@ -78,7 +80,7 @@ def _loss_table(name: str, results: dict[str, Any]) -> Table:
             [
                 mechanism,
                 f"{mean:.4f}{spread}{count}",
-                f"{math.exp(mean):.2f}",
+                f"{math.inf if mean > 700 else math.exp(mean):.2f}",
                 f"{statistics.fmean(bits):.4f}",
                 f"{published.loss:.4f}" if published else "–",
                 f"{published.perplexity:.2f}" if published else "–",

@@ -15,7 +15,7 @@ from slayformer.errors import ConfigError
 from slayformer.evaluation.report import make_report, make_rows
 from slayformer.evaluation.report_figure import losses
 from slayformer.evaluation.report_files import write_report
-from slayformer.evaluation.report_table import latex, markdown
+from slayformer.evaluation.report_table import latex, markdown, print_report
 from slayformer.evaluation.runs import Run, is_finished
 from slayformer.tables import latex_text
 
@@ -37,7 +37,7 @@ def synthetic_run(
         "tokens": 4000,
         "parameters": 12345,
         "validation_loss": loss,
-        "perplexity": math.exp(loss),
+        "perplexity": math.inf if loss > 700 else math.exp(loss),
         "bits_per_byte": loss / 2,
         "unigram_loss": 4.25,
         "tokens_per_second": tokens_per_second,
@@ -92,6 +92,28 @@ def test_rows_are_hand_computed_means() -> None:
 def test_a_diverged_mechanism_comes_last() -> None:
     runs = [synthetic_run("slay", 1, math.nan), *three_mechanisms()[:2]]
     assert [row.mechanism for row in make_rows(runs)] == ["softmax", "slay"]
+
+
+@pytest.mark.parametrize("last", [math.nan, math.inf, 1e6])
+def test_a_seed_that_diverged_is_reported_in_every_file(tmp_path: Path, last: float) -> None:
+    stretch = {"first": 0, "last": 0, "tokens": 4}
+    runs = [
+        replace(run, summary={**run.summary, "loss_by_position": [{**stretch, "loss": loss}]})
+        for run in [*three_mechanisms()[:3], synthetic_run("slay", 2, last)]
+        for loss in [run.summary["validation_loss"]]
+    ]
+    report = make_report(runs)
+    write_report(tmp_path, report)
+    print_report(report)
+    slay = report.rows[-1]
+    assert slay.mechanism == "slay"
+    std = (last - 3.0) / 2**0.5 if math.isfinite(last) else math.nan
+    assert slay.loss_std == pytest.approx(std, nan_ok=True)
+    # NaN and infinities are no JSON
+    text = (tmp_path / "comparison.json").read_text(encoding="utf-8")
+    record = json.loads(text, parse_constant=lambda name: pytest.fail(name))
+    assert record["rows"][-1]["loss"] == (slay.loss if math.isfinite(last) else None)
+    assert (tmp_path / "losses.png").stat().st_size > 500
 
 
 def test_report_files_hold_the_table(tmp_path: Path) -> None:

@@ -149,6 +149,17 @@ def test_tables_claims_and_curves() -> None:
     assert "experiment=table5_cpu" in empty.note
 
 
+def test_a_seed_that_diverged_is_shown() -> None:
+    for last in (math.nan, math.inf, 1e6):
+        data = {"results": [made(slay=(2.90, last))]}
+        (row,) = [row for row in tables(data)[0].rows if row[0] == "slay"]
+        assert row[1].endswith("(2 seeds)")
+        assert row[2] == ("nan" if math.isnan(last) else "inf")
+        assert draw(data)
+        # what diverged holds nothing
+        assert [claim.verdict for claim in claims(data)][1:] == ["does not hold"] * 3
+
+
 def test_kept_results_are_shown_and_others_if_asked_for(tmp_path: Path) -> None:
     request = Request("quick", None, 1, tmp_path)
     (kept,) = language_models.compute(request)["results"]
