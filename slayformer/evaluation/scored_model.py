@@ -10,7 +10,6 @@ import torch
 from omegaconf import OmegaConf
 from torch import nn
 
-from slayformer.config import ModelConfig
 from slayformer.data.tokenizer import Tokenizer
 from slayformer.errors import CheckpointError, ConfigError
 from slayformer.model.gpt2 import GPT2
@@ -39,7 +38,8 @@ class ScoredModel:
 def load_scored_model(path: Path, device: torch.device) -> ScoredModel:
     """Return the model of a run, a checkpoint, or a folder that `scripts/export_hf.py` wrote.
 
-    GPT-2 in transformers' own format is read too. Raises UserError if `path` is none of these.
+    GPT-2 in transformers' own format is read too. Raises UserError if `path` is none of these, or
+    a GPT-2 with settings that ours does not have.
     """
     if (path / HUGGING_FACE_CONFIG).is_file() and not (path / MANIFEST).exists():
         return _load_exported(path, device)
@@ -60,7 +60,8 @@ def load_scored_model(path: Path, device: torch.device) -> ScoredModel:
 def _load_exported(path: Path, device: torch.device) -> ScoredModel:
     from transformers import GPT2LMHeadModel
 
-    from slayformer.huggingface import SlayformerForCausalLM, load_gpt2_weights
+    from slayformer.huggingface import SlayformerForCausalLM
+    from slayformer.huggingface.gpt2_weights import load_gpt2_weights, shape_of_gpt2
     from slayformer.huggingface.model_card import TRAINING_FILE
     from slayformer.huggingface.tokenizer import ExportedTokenizer
     from slayformer.presets import load_preset
@@ -71,19 +72,10 @@ def _load_exported(path: Path, device: torch.device) -> ScoredModel:
             model = SlayformerForCausalLM.from_pretrained(path).model.transformer
         elif kind == "gpt2":
             theirs = GPT2LMHeadModel.from_pretrained(path)
-            shape = theirs.config
-            inner = shape.n_inner or 4 * shape.n_embd
             model = GPT2(
-                ModelConfig(
-                    layers=shape.n_layer,
-                    heads=shape.n_head,
-                    width=shape.n_embd,
-                    context_length=shape.n_positions,
-                    mlp_ratio=inner // shape.n_embd,
-                    vocabulary_multiple=1,
-                ),
+                shape_of_gpt2(theirs.config.to_dict()),
                 load_preset("softmax"),
-                vocabulary_size=shape.vocab_size,
+                vocabulary_size=theirs.config.vocab_size,
                 seed=0,
             )
             load_gpt2_weights(model, theirs.state_dict())

@@ -1,20 +1,31 @@
-"""Weights of transformers' GPT-2 in, for any mechanism, and out, for softmax."""
+"""Shape and weights of transformers' GPT-2 in, for any mechanism, and out, for softmax."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from slayformer.baselines.softmax import SoftmaxConfig
+from slayformer.config import ModelConfig
 from slayformer.errors import ConfigError
 from slayformer.model.gpt2 import GPT2
 
 if TYPE_CHECKING:
     from transformers import GPT2LMHeadModel
 
+# fields of ModelConfig as their config.json names them
+SHAPE = {"layers": "n_layer", "heads": "n_head", "width": "n_embd", "context_length": "n_positions"}
+# their settings that would make it another function than ours
+SETTINGS = {
+    "activation_function": "gelu_new",
+    "tie_word_embeddings": True,
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "layer_norm_epsilon": 1e-5,
+}
 # their name → ours
 NAMES = {
     "transformer.wte.weight": "token_embedding.weight",
@@ -31,6 +42,26 @@ BLOCK_NAMES = {
     "mlp.c_fc": "mlp_input",
     "mlp.c_proj": "mlp_output",
 }
+
+
+def shape_of_gpt2(settings: Mapping[str, Any]) -> ModelConfig:
+    """Return the shape of the GPT-2 that has `settings` in its config.json.
+
+    Raises ValueError if it is another function than ours, or a part of its shape is missing.
+    """
+    for name, needed in SETTINGS.items():
+        if settings.get(name, needed) != needed:
+            raise ValueError(f"its {name} is {settings[name]}, ours is {needed}")
+    for name in SHAPE.values():
+        if not isinstance(settings.get(name), int):
+            raise ValueError(f"its {name} is {settings.get(name)}, not a number")
+    shape = {ours: settings[theirs] for ours, theirs in SHAPE.items()}
+    inner = settings.get("n_inner")
+    inner = 4 * shape["width"] if inner is None else inner
+    if inner % shape["width"]:
+        hint = f"ours is a multiple of its n_embd, {shape['width']}"
+        raise ValueError(f"its n_inner is {inner}, {hint}")
+    return ModelConfig(**shape, mlp_ratio=inner // shape["width"], vocabulary_multiple=1)
 
 
 def load_gpt2_weights(model: GPT2, weights: Mapping[str, Tensor]) -> None:

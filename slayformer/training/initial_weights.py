@@ -21,7 +21,7 @@ from slayformer.config import ModelConfig, TrainConfig
 from slayformer.config_loading import to_plain
 from slayformer.data.tokenizer import END_OF_TEXT, Tokenizer, load_tokenizer
 from slayformer.errors import CheckpointError, ConfigError
-from slayformer.huggingface.gpt2_weights import gpt2_names, turned
+from slayformer.huggingface.gpt2_weights import gpt2_names, shape_of_gpt2, turned
 from slayformer.huggingface.hub import model_folder
 from slayformer.model.gpt2 import GPT2
 from slayformer.training.checkpoint import (
@@ -38,22 +38,8 @@ from slayformer.training.checkpoint import (
 RECORD = "initial_weights.json"
 # more than any configuration or tokenizer file holds
 MAXIMUM_JSON_BYTES = 64 * 2**20
-# what every model of a shape has, as config.json of each kind names it
-SHAPE_OF_GPT2 = {
-    "layers": "n_layer",
-    "heads": "n_head",
-    "width": "n_embd",
-    "context_length": "n_positions",
-}
-SHAPE = (*SHAPE_OF_GPT2, "mlp_ratio", "short_convolution")
-# settings of transformers' GPT-2 that would make it another function
-GPT2_SETTINGS = {
-    "activation_function": "gelu_new",
-    "tie_word_embeddings": True,
-    "scale_attn_weights": True,
-    "scale_attn_by_inverse_layer_idx": False,
-    "layer_norm_epsilon": 1e-5,
-}
+# what every model of a shape has
+SHAPE = ("layers", "heads", "width", "context_length", "mlp_ratio", "short_convolution")
 
 
 @dataclass(frozen=True)
@@ -198,19 +184,16 @@ def _of_transformers(path: Path, config: TrainConfig, vocabulary_size: int) -> I
     if kind not in ("slayformer", "gpt2"):
         hint = f"its model_type is {kind}; slayformer and gpt2 can be started from"
         raise ConfigError("initial_weights", path, hint)
-    shape: dict[str, Any] = {name: settings.get(name) for name in SHAPE}
-    shape["mlp_ratio"] = shape["mlp_ratio"] or ModelConfig.mlp_ratio
-    shape["short_convolution"] = shape["short_convolution"] or ModelConfig.short_convolution
     same = False
     if kind == "gpt2":
-        for name, needed in GPT2_SETTINGS.items():
-            if settings.get(name, needed) != needed:
-                hint = f"its {name} is {settings[name]}, ours is {needed}"
-                raise ConfigError("initial_weights", path, hint)
-        shape |= {ours: settings.get(theirs) for ours, theirs in SHAPE_OF_GPT2.items()}
-        if settings.get("n_inner") is not None:
-            shape["mlp_ratio"] = settings["n_inner"] / (shape["width"] or 1)
+        try:
+            shape = to_plain(shape_of_gpt2(settings))
+        except ValueError as error:
+            raise ConfigError("initial_weights", path, str(error)) from error
     else:
+        shape = {name: settings.get(name) for name in SHAPE}
+        shape["mlp_ratio"] = shape["mlp_ratio"] or ModelConfig.mlp_ratio
+        shape["short_convolution"] = shape["short_convolution"] or ModelConfig.short_convolution
         attention = settings.get("attention")
         same = isinstance(attention, dict) and _options(attention) == _options(
             to_plain(config.attention)

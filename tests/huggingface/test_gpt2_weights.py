@@ -9,16 +9,21 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from slayformer.config import ModelConfig
-from slayformer.errors import ConfigError
+from slayformer.cli import compose
+from slayformer.config import ModelConfig, TrainConfig
+from slayformer.config_loading import load_config
+from slayformer.errors import CheckpointError, ConfigError
+from slayformer.evaluation.scored_model import load_scored_model
 from slayformer.huggingface import (
     SlayformerConfig,
     SlayformerForCausalLM,
     load_gpt2_weights,
     to_gpt2,
 )
+from slayformer.huggingface.gpt2_weights import shape_of_gpt2
 from slayformer.model.gpt2 import GPT2
 from slayformer.presets import load_preset
+from slayformer.training.initial_weights import find_initial_weights
 
 
 def ours(attention: str, **changes: Any) -> GPT2:
@@ -79,6 +84,40 @@ def test_any_mechanism_starts_from_gpt2_and_keeps_its_own_weights(theirs: GPT2LM
     expected = theirs.transformer.h[1].mlp.c_fc.weight.T
     assert torch.equal(weights["blocks.1.mlp_input.weight"], expected)
     assert all(torch.equal(weights[key], value) for key, value in own.items())
+
+
+OTHER_SETTINGS = {
+    "activation_function": "relu",
+    "tie_word_embeddings": False,
+    "scale_attn_weights": False,
+    "scale_attn_by_inverse_layer_idx": True,
+    "layer_norm_epsilon": 1e-6,
+    "n_inner": 100,
+}
+
+
+@pytest.mark.parametrize("name", OTHER_SETTINGS)
+def test_another_function_is_neither_scored_nor_started_from(
+    name: str, theirs: GPT2LMHeadModel, tmp_path: Path
+) -> None:
+    config = GPT2Config(**{**theirs.config.to_dict(), name: OTHER_SETTINGS[name]})
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    told = rf"its {name} is {OTHER_SETTINGS[name]}, ours is"
+    with pytest.raises(CheckpointError, match=told):
+        load_scored_model(tmp_path, torch.device("cpu"))
+    changes = [f"initial_weights={tmp_path}", "attention=softmax", "data.source.path=unused"]
+    composed = compose("train", ["data=text", "model.layers=3", "model.width=48", *changes])
+    with pytest.raises(ConfigError, match=told):
+        find_initial_weights(load_config(composed, TrainConfig), 301)
+
+
+def test_the_shape_is_read_from_a_configuration(theirs: GPT2LMHeadModel) -> None:
+    settings = theirs.config.to_dict()
+    shape = {"layers": 3, "heads": 4, "width": 48, "context_length": 96, "vocabulary_multiple": 1}
+    assert shape_of_gpt2(settings) == ModelConfig(**shape)
+    assert shape_of_gpt2(settings | {"n_inner": 96}) == ModelConfig(**shape, mlp_ratio=2)
+    with pytest.raises(ValueError, match="its n_embd is None"):
+        shape_of_gpt2(settings | {"n_embd": None})
 
 
 def test_what_gpt2_is_not_is_refused() -> None:
