@@ -74,6 +74,8 @@ def _pairs(run: Run, first: Run) -> list[tuple[str, Any, Any]]:
     ]
     return [
         *pairs,
+        # a version without it had no others
+        ("initial_weights", *(one.config.get("initial_weights") for one in (run, first))),
         ("tokenizer", run.tokenizer_identity[:12], first.tokenizer_identity[:12]),
         ("unigram_loss", run.summary["unigram_loss"], first.summary["unigram_loss"]),
         ("training tokens", run.summary["tokens"], first.summary["tokens"]),

@@ -27,8 +27,9 @@ INCIDENTAL = (
 class Run:
     """What a finished run left behind in `folder`.
 
-    `mechanism` names it in tables. `config` has dotted keys; it and `environment` are empty, and
-    `documents` None, where the run kept none.
+    `mechanism` names it in tables. `config` has dotted keys, and as `initial_weights` what they
+    are rather than where; it and `environment` are empty, and `documents` None, where the run kept
+    none.
     """
 
     folder: Path
@@ -73,6 +74,7 @@ def read_run(folder: Path) -> Run:
 
     from slayformer.data.tokenizer import load_tokenizer
     from slayformer.training.checkpoint import find_checkpoint
+    from slayformer.training.initial_weights import recorded_identity
 
     if not is_finished(folder):
         raise UserError(f"{folder}: not a finished run (its summary.json does not say so)")
@@ -88,7 +90,9 @@ def read_run(folder: Path) -> Run:
         lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         # a resumed run may have told the same update twice: the later line stands
         records = {(r["kind"], r["update"]): r for r in map(json.loads, lines)}
-    except (OSError, ValueError, KeyError) as error:
+        # one model in two places is one beginning
+        config["initial_weights"] = recorded_identity(folder) or config.get("initial_weights")
+    except (OSError, ValueError, KeyError, IndexError) as error:
         raise UserError(f"{folder}: unreadable run: {error}") from error
     metrics = sorted(records.values(), key=lambda record: record["update"])
     return Run(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,6 +164,26 @@ def write_record(directory: Path, weights: InitialWeights) -> None:
         "kept_as_drawn": weights.keeps,
     }
     (directory / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+def recorded_identity(directory: Path) -> str | None:
+    """Return what the weights that the run in `directory` started from are, wherever they were.
+
+    None without a record; raises OSError, ValueError or KeyError for one that cannot be read.
+    """
+    if not (directory / RECORD).is_file():
+        return None
+    record = json.loads((directory / RECORD).read_text(encoding="utf-8"))
+    digests = sorted(record["sha256"].values())
+    if len(digests) > 1:
+        digests = [hashlib.sha256("".join(digests).encode()).hexdigest()]
+    return f"sha256 {digests[0][:12]}"
+
+
+def keep_record(home: Path, directory: Path) -> None:
+    """Let a run that branches off the run in `home` have its record, if there is one."""
+    if (home / RECORD).is_file():
+        shutil.copyfile(home / RECORD, directory / RECORD)
 
 
 def _of_checkpoint(path: Path, config: TrainConfig, vocabulary_size: int) -> InitialWeights:

@@ -21,6 +21,7 @@ from slayformer.training.devices import found_device
 from slayformer.training.engine import TrainingEngine
 from slayformer.training.initial_weights import (
     InitialWeights,
+    keep_record,
     load_initial_weights,
     write_record,
 )
@@ -101,6 +102,8 @@ class Training:
             write_record(start.directory, weights)
             for line in told:
                 self.log.say(line)
+        if start.is_branch and start.metrics_from is not None and self.log is not None:
+            keep_record(start.metrics_from, start.directory)
 
     def run(self) -> None:
         """Do the updates that are left, then validate, save and sum up; or stop when asked to."""

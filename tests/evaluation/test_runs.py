@@ -49,6 +49,10 @@ def make_run(name: str = "a", mechanism: str = "slay", seed: int = 1, **config: 
         ({"config": CONFIG | {"model.width": 32}}, "model.width differ .32 and 64"),
         ({"config": CONFIG | {"optimizer.learning_rate": 0.1}}, "learning_rate differ .0.1 and"),
         ({"config": CONFIG | {"engine.precision": "bf16"}}, "precision differ .bf16 and fp32"),
+        (
+            {"config": CONFIG | {"initial_weights": "sha256 ab12"}},
+            "initial_weights differ .sha256 ab12 and None",
+        ),
     ],
 )
 def test_unequal_runs_are_refused_or_marked(change: dict, named: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -20,12 +21,15 @@ from slayformer.data.loader import WindowLoader
 from slayformer.data.prepare import prepare
 from slayformer.data.tokenizer import BytesTokenizer
 from slayformer.errors import CheckpointError, ConfigError
+from slayformer.evaluation.runs import read_run
 from slayformer.model.gpt2 import GPT2
 from slayformer.training.checkpoint import load_model
 from slayformer.training.initial_weights import (
     check_tokenizer,
     find_initial_weights,
     load_initial_weights,
+    recorded_identity,
+    write_record,
 )
 from slayformer.training.saving import Snapshot, write_checkpoint
 
@@ -246,6 +250,26 @@ def test_it_contradicts_a_checkpoint_to_resume(train_config: Any, tmp_path: Path
         train_config(f"initial_weights={tmp_path}", f"resume={tmp_path}/x")
 
 
+def test_one_model_in_two_places_is_one_beginning(train_config: Any, tmp_path: Path) -> None:
+    config = train_config("attention=softmax")
+    model = other_weights(config)
+    identities = []
+    for name in ("here", "there", "other"):
+        if name == "other":
+            model.final_norm.bias.data += 1
+        source, run = save(tmp_path / name, config, model), tmp_path / f"{name}-run"
+        weights = find_initial_weights(replace(config, initial_weights=str(source)), VOCABULARY)
+        assert weights is not None
+        run.mkdir()
+        assert recorded_identity(run) is None
+        write_record(run, weights)
+        identities.append(recorded_identity(run))
+    here, there, other = identities
+    digest = hashlib.sha256((source / "model.safetensors").read_bytes()).hexdigest()
+    assert other == f"sha256 {digest[:12]}"
+    assert here == there != other
+
+
 @pytest.mark.slow
 def test_a_run_starts_from_them_and_goes_on_without_the_path(
     run_command: Any, train_config: Any, tmp_path: Path
@@ -285,6 +309,12 @@ def test_a_run_starts_from_them_and_goes_on_without_the_path(
     finished = run_command(["train.py", *overrides, "budget.updates=3", "resume=auto"])
     assert finished.code == 0, finished.stderr
     assert f"initial_weights: {folder}" in (run / "config.yaml").read_text()
+    branch = tmp_path / "branch"
+    branching = [*overrides, f"resume={run}", "budget.updates=4", f"run_directory={branch}"]
+    finished = run_command(["train.py", *branching])
+    assert finished.code == 0, finished.stderr
+    identities = {read_run(one).config["initial_weights"] for one in (run, branch)}
+    assert identities == {recorded_identity(run)} != {None}
     finished = run_command(["train.py", *overrides, "resume=auto", f"initial_weights={tmp_path}"])
     assert finished.code == 2
     assert "started from initial_weights=" in finished.stderr
