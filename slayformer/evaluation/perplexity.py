@@ -102,12 +102,15 @@ def _score(config: EvalConfig, scored: ScoredModel, text: Text) -> dict[str, Any
             observe=documents.add,
         )
     seconds = time.perf_counter() - start
-    words = distributed.run_on_main(lambda: text.words(scored.tokenizer))
+    words, digest = distributed.run_on_main(
+        lambda: (text.words(scored.tokenizer), text.digest(scored.tokenizer))
+    )
     losses = documents.over_ranks()
     return {
         "checkpoint": str(scored.path),
         "mechanism": scored.mechanism,
         "data": text.label,
+        "text_sha256": digest,
         "context_length": length,
         "trained_context_length": scored.context_length,
         "positions": config.positions if length > scored.context_length else None,

@@ -20,8 +20,14 @@ def print_results(results: Sequence[dict[str, Any]]) -> None:
         told = f"{lead}{result['checkpoint']}\non {result['data']}, {_context(result)}"
         console.print(told, soft_wrap=True, highlight=False, markup=False)
     console.print(_in_full(results[0]) if len(results) == 1 else _side_by_side(results))
+    if len({result["text_sha256"] for result in results}) > 1:
+        told = (
+            "these are different stretches of text, so their numbers do not compare: name one "
+            "text for all with data=FILE_OR_FOLDER, and all of it (tokens=null)"
+        )
+        console.print(told, soft_wrap=True)
     # an exported tokenizer is another by name, but scores the same tokens
-    if all(len({result[key] for result in results}) > 1 for key in ("tokenizer", "scored_tokens")):
+    elif len({result["scored_tokens"] for result in results}) > 1:
         told = "the tokenizers differ: compare bits per byte and perplexity per word or byte"
         console.print(told, soft_wrap=True)
     console.print(_by_position(results))

@@ -67,7 +67,7 @@ def validation_text(model: ScoredModel, tokens: int | None) -> Text:
         prepared.validation,
         min(tokens, there) + 1,
         loaded.tokenizer.end_of_text,
-        "validation tokens of the run",
+        f"validation tokens of the run ({prepared.directory.name})",
     )
 
 

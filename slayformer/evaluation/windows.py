@@ -5,6 +5,7 @@ Shape suffixes: B windows of a batch, T positions of a window.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -51,11 +52,18 @@ class Text:
 
     def words(self, tokenizer: Tokenizer) -> int:
         """Return the number of words, divided by white space, in the text of all but the first."""
-        return sum(len(tokenizer.decode(ids).split()) for ids in self._scored_documents())
+        return sum(len(tokenizer.decode(ids).split()) for ids in self._documents(start=1))
 
-    def _scored_documents(self) -> Iterator[np.ndarray]:
-        """Yield the ids of each document without its end-of-text and the text's first token."""
-        start = 1
+    def digest(self, tokenizer: Tokenizer) -> str:
+        """Return the SHA-256 of the documents: the same text, whatever its tokens are."""
+        found = hashlib.sha256()
+        for ids in self._documents(start=0):
+            # an end-of-text ends each, as one byte that no UTF-8 has
+            found.update(tokenizer.decode(ids).encode() + b"\xff")
+        return found.hexdigest()
+
+    def _documents(self, *, start: int) -> Iterator[np.ndarray]:
+        """Yield the ids of each document from token `start` on, without its end-of-text."""
         for end in [*self.ends.tolist(), self.tokens]:
             if end > start:
                 yield self.stream.read(start, end - start)

@@ -90,7 +90,15 @@ def test_an_exported_folder_is_its_checkpoint(tiny_run: Path, tmp_path: Path) ->
     ours, exported = run(
         EvalConfig(checkpoint=[str(tiny_run), str(folder)], data=str(text), stride=10)
     )
-    for key in ("mechanism", "scored_tokens", "bytes", "words", "documents", "context_length"):
+    for key in (
+        "mechanism",
+        "scored_tokens",
+        "bytes",
+        "words",
+        "documents",
+        "context_length",
+        "text_sha256",
+    ):
         assert exported[key] == ours[key], key
     assert exported["loss"] == pytest.approx(ours["loss"], abs=1e-6)
     with pytest.raises(UserError, match=r"data=null: .*data=FILE_OR_FOLDER"):

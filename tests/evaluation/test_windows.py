@@ -16,6 +16,7 @@ from slayformer.data.tokenizer import build_tokenizer
 from slayformer.errors import DataError
 from slayformer.evaluation.document_losses import DocumentLosses
 from slayformer.evaluation.loss import LossTotals, perplexity, score
+from slayformer.evaluation.perplexity_table import print_results
 from slayformer.evaluation.windows import Text, TextWindows, standard_error
 from slayformer.training.objective import IGNORE_INDEX
 
@@ -179,6 +180,52 @@ def test_words_are_those_of_the_scored_text() -> None:
     # the first byte is not scored; words never run from one document into the next
     assert text_of(ids).words(tokenizer) == 7
     assert text_of([*b"a b", END_OF_TEXT]).words(tokenizer) == 1
+
+
+def test_a_text_is_the_same_whatever_its_tokens() -> None:
+    def digest(name: str, *documents: str, cut: int | None = None) -> str:
+        tokenizer = build_tokenizer(TokenizerConfig(name), list)
+        end = tokenizer.end_of_text
+        ids = [token for text in documents for token in (*tokenizer.encode(text), end)][:cut]
+        return Text(TokenStream([np.array(ids)]), len(ids), end, "the text").digest(tokenizer)
+
+    whole = digest("gpt2", "Hello, Wörld.", " and more")
+    assert whole == digest("bytes", "Hello, Wörld.", " and more")
+    assert whole != digest("bytes", "Hello, Wörld.", "and more")
+    # as many bytes
+    assert whole != digest("bytes", "Hello, Wörld. a", "nd more")
+    assert digest("gpt2", "Hello, Wörld.", cut=4) != digest("bytes", "Hello, Wörld.", cut=4)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({}, ""),
+        # an exported tokenizer is another by name
+        ({"tokenizer": "c"}, ""),
+        ({"tokenizer": "b", "scored_tokens": 11}, "the tokenizers differ: compare bits per byte"),
+        # the same number of tokens of two tokenizers, or of two corpora
+        ({"tokenizer": "b", "text_sha256": "y"}, "these are different stretches of text"),
+        ({"text_sha256": "y"}, "these are different stretches of text"),
+        ({"text_sha256": "y", "scored_tokens": 11}, "these are different stretches of text"),
+    ],
+)
+def test_what_does_not_compare_is_told(change: dict, told: str, capsys: Any) -> None:
+    numbers = ("loss", "token_perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte")
+    result = {
+        **{"checkpoint": "a", "data": "docs", "tokenizer": "a", "text_sha256": "x"},
+        **{"mechanism": "slay", "context_length": 8, "trained_context_length": 8},
+        **{"positions": None, "stride": None, "standard_error": None, "scored_tokens": 10},
+        **{
+            "loss_by_position": [{"first": 0, "last": 0, "loss": 1.0}],
+            **dict.fromkeys(numbers, 1.0),
+        },
+    }
+    print_results([result, result | change])
+    printed = capsys.readouterr().out
+    sentences = ("the tokenizers differ", "different stretches")
+    assert [s for s in sentences if s in printed] == [s for s in sentences if s in told]
+    assert told in printed
 
 
 def test_word_and_byte_perplexity_of_a_text_by_hand() -> None:
