@@ -47,9 +47,8 @@ def find_differences(runs: Sequence[Run]) -> list[Difference]:
     ]
 
 
-def check_fair(runs: Sequence[Run]) -> None:
-    """Raise UserError unless all runs had the same plan, tokenizer, data and settings."""
-    differences = find_differences(runs)
+def check_fair(differences: Sequence[Difference]) -> None:
+    """Raise UserError if there are `differences` in plan, tokenizer, data or settings."""
     if differences:
         first = differences[0]
         more = {difference.what for difference in differences} - {first.what}
@@ -75,7 +74,7 @@ def _pairs(run: Run, first: Run) -> list[tuple[str, Any, Any]]:
     return [
         *pairs,
         # a version without it had no others
-        ("initial_weights", *(one.config.get("initial_weights") for one in (run, first))),
+        (key := "initial_weights", run.config.get(key), first.config.get(key)),
         ("tokenizer", run.tokenizer_identity[:12], first.tokenizer_identity[:12]),
         ("unigram_loss", run.summary["unigram_loss"], first.summary["unigram_loss"]),
         ("training tokens", run.summary["tokens"], first.summary["tokens"]),

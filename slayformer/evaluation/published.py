@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 
-from slayformer.evaluation.runs import Run
+from slayformer.evaluation.runs import Run, changed_options, own_mechanism
 
 
 @dataclass(frozen=True)
@@ -16,6 +16,10 @@ class Published:
 
     source: str
     losses: dict[str, float]
+
+    def loss_of(self, run: Run) -> float | None:
+        """Return the loss of the mechanism of `run`, None if it has other options here."""
+        return None if changed_options(run) else self.losses.get(own_mechanism(run))
 
     @property
     def statement(self) -> str:
@@ -33,7 +37,9 @@ def published_losses(runs: Sequence[Run]) -> Published | None:
     record = json.loads(file.read_text(encoding="utf-8"))
     tokens, tolerance = record["training_tokens"], record["training_tokens_tolerance"]
     same = all(
-        all(run.config.get(key) == value for key, value in record["setting"].items())
+        # a key that a configuration lacks is an option its version did not have
+        run.config
+        and all(run.config.get(key, value) == value for key, value in record["setting"].items())
         and abs(run.summary["tokens"] / tokens - 1) <= tolerance
         for run in runs
     )

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from slayformer.errors import ConfigError, nearest
 from slayformer.evaluation.fairness import Difference, check_fair, find_differences
 from slayformer.evaluation.paired import PairedDifference, paired_difference
 from slayformer.evaluation.published import Published, published_losses
-from slayformer.evaluation.runs import Run, named_apart
+from slayformer.evaluation.recall_runs import (
+    check_recalls,
+    is_recall_of,
+    mean_recall,
+    recall_statement,
+    unmatched_statement,
+)
+from slayformer.evaluation.runs import Recall, Run, named_apart
 from slayformer.finite import deviation
 
 # compared with unless another is named
@@ -67,7 +75,7 @@ class Report:
 
     rows: list[Row]
     runs: list[Run]
-    recalls: list[dict[str, Any]]
+    recalls: list[Recall]
     baseline: str | None
     published: Published | None
     differences: list[Difference]
@@ -125,7 +133,8 @@ class Report:
                 "them within an environment only."
             )
         if self.recalling:
-            told.append(_recall_statement(self.recalls))
+            told.append(recall_statement(self.recalls))
+        told += unmatched_statement(self.recalls, self.runs)
         if self.published:
             told.append(self.published.statement)
         return [*told, *self.notes]
@@ -156,15 +165,15 @@ class Report:
 
 def make_rows(
     runs: Sequence[Run],
-    recalls: Sequence[dict[str, Any]] = (),
+    recalls: Sequence[Recall] = (),
     *,
     baseline: str | None = None,
     published: Published | None = None,
-    unfair: Sequence[Run] = (),
+    unfair: Collection[Path] = (),
 ) -> list[Row]:
     """Return one row a mechanism, the lowest mean validation loss first (NaN last).
 
-    `recalls` are summaries of recall runs; `unfair` are runs not like the others.
+    `unfair` are the folders of runs not like the others.
     """
     by_mechanism = {
         mechanism: sorted((r for r in runs if r.mechanism == mechanism), key=lambda run: run.seed)
@@ -175,7 +184,7 @@ def make_rows(
         summaries = [run.summary for run in mine]
         losses = [summary["validation_loss"] for summary in summaries]
         loss = statistics.fmean(losses)
-        own_recalls = [recall for recall in recalls if recall["mechanism"] == mechanism]
+        own_recalls = [recall for recall in recalls if is_recall_of(mine[0], recall)]
         theirs = [run for run in runs if run.mechanism == baseline != mechanism]
         rows.append(
             Row(
@@ -193,10 +202,10 @@ def make_rows(
                 flops_per_token=summaries[0].get("flops_per_token"),
                 guarded_share=_guarded_share(mine),
                 loss_by_position=_mean_by_position(summaries),
-                recall=_mean_recall(own_recalls),
+                recall=mean_recall(own_recalls),
                 difference=paired_difference(mine, theirs),
-                published_loss=published.losses.get(mechanism) if published else None,
-                unfair=any(run in unfair for run in mine),
+                published_loss=published.loss_of(mine[0]) if published else None,
+                unfair=any(run.folder in unfair for run in mine),
             )
         )
     return sorted(rows, key=lambda row: (math.isnan(row.loss), row.loss))
@@ -220,25 +229,9 @@ def _mean_by_position(summaries: Sequence[dict[str, Any]]) -> list[dict[str, flo
     ]
 
 
-def _mean_recall(recalls: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Return the share of values recalled by number of pairs, the mean over seeds."""
-    by_seed = [recall["accuracy"] for recall in recalls]
-    return {p: statistics.fmean(one[p] for one in by_seed) for p in (by_seed or [{}])[0]}
-
-
-def _recall_statement(recalls: Sequence[dict[str, Any]]) -> str:
-    """Return what the recall runs were."""
-    model, seeds = recalls[0]["config"]["model"], sorted({r["seed"] for r in recalls})
-    return (
-        f"Recall: {model['layers']} layers of width {model['width']} with a short convolution of "
-        f"{model['short_convolution']}, {recalls[0]['updates']:,} updates, seeds "
-        f"{', '.join(map(str, seeds))}; chance {100 * recalls[0]['chance']:.1f} %."
-    )
-
-
 def make_report(
     runs: Sequence[Run],
-    recalls: Sequence[dict[str, Any]] = (),
+    recalls: Sequence[Recall] = (),
     notes: Sequence[str] = (),
     *,
     baseline: str | None = None,
@@ -246,25 +239,35 @@ def make_report(
 ) -> Report:
     """Return what `runs` come to; `baseline` None is softmax if it is one of them.
 
-    Raises UserError if the runs may not be compared, unless `allow_differences`, or if there is no
-    such baseline.
+    A mechanism stands for its only row, whatever options that has in its name. Raises UserError if
+    the runs may not be compared, unless `allow_differences`, if recall runs are not of one kind, or
+    if there is no such baseline.
     """
+    named, recalls = named_apart(runs), check_recalls(recalls)
+    differences = find_differences(named)
     if not allow_differences:
-        check_fair(runs)
-    unfair = [difference.run.folder for difference in find_differences(runs)]
-    runs = named_apart(runs)
-    mechanisms = list(dict.fromkeys(run.mechanism for run in runs))
-    if baseline is None:
-        baseline = USUAL_BASELINE if USUAL_BASELINE in mechanisms else None
-    elif baseline not in mechanisms:
-        raise ConfigError("baseline", baseline, nearest(baseline, mechanisms))
-    published = published_losses(runs)
+        check_fair(differences)
+    published = published_losses(named)
+    baseline = _baseline_row(baseline, runs, named)
     rows = make_rows(
-        runs,
+        named,
         recalls,
         baseline=baseline,
         published=published,
-        unfair=[run for run in runs if run.folder in unfair],
+        unfair={difference.run.folder for difference in differences},
     )
-    differences = find_differences(runs)
-    return Report(rows, runs, list(recalls), baseline, published, differences, list(notes))
+    return Report(rows, named, recalls, baseline, published, differences, list(notes))
+
+
+def _baseline_row(wanted: str | None, runs: Sequence[Run], named: Sequence[Run]) -> str | None:
+    """Return the name of the row that `wanted` is, None if none was and there is no usual one."""
+    name = wanted or USUAL_BASELINE
+    names = list(dict.fromkeys(run.mechanism for run in named))
+    if name in names:
+        return name
+    same = {to.mechanism for run, to in zip(runs, named, strict=True) if run.mechanism == name}
+    if len(same) == 1:
+        return same.pop()
+    if wanted is None:
+        return None
+    raise ConfigError("baseline", wanted, nearest(wanted, names))

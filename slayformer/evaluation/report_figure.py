@@ -33,7 +33,7 @@ def draw_pictures(directory: Path, report: Report) -> list[Path]:
     if report.placed:
         figures["positions"] = positions(report.placed)
     if report.recalling:
-        figures["recall"] = recall(report.recalling, report.recalls[0]["chance"])
+        figures["recall"] = recall(report.recalling, report.recalls[0].summary["chance"])
     paths = []
     for name, figure in figures.items():
         for kind in ("png", "svg"):

@@ -45,5 +45,5 @@ def _record(report: Report) -> dict[str, Any]:
         "plan": report.runs[0].plan,
         "tokenizer_identity": report.runs[0].tokenizer_identity,
         "runs": [{"folder": run.folder.name, **run.summary} for run in report.runs],
-        "recalls": report.recalls,
+        "recalls": [recall.summary for recall in report.recalls],
     }

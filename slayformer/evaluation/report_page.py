@@ -143,7 +143,7 @@ def _position_chart(report: Report) -> dict[str, Any]:
 
 def _recall_chart(report: Report) -> dict[str, Any]:
     pairs = sorted({int(pair) for row in report.recalling for pair in row.recall})
-    chance = 100 * report.recalls[0]["chance"]
+    chance = 100 * report.recalls[0].summary["chance"]
     return {
         "id": "recall",
         "title": "Associative recall",

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from slayformer.errors import UserError
 from slayformer.evaluation.document_losses import DocumentLosses, read_document_losses
@@ -109,11 +109,30 @@ def read_run(folder: Path) -> Run:
     )
 
 
-def read_recall(folder: Path) -> dict[str, Any]:
-    """Return the summary of the finished recall run in `folder`; UserError if unreadable."""
+@dataclass(frozen=True)
+class Recall:
+    """A finished run of associative recall in `folder`; `config` has dotted keys."""
+
+    folder: Path
+    mechanism: str
+    seed: int
+    summary: dict[str, Any]
+    config: dict[str, Any]
+
+
+def read_recall(folder: Path) -> Recall:
+    """Return the finished recall run in `folder`; UserError if unfinished or unreadable."""
     if not is_finished(folder):
         raise UserError(f"{folder}: not a finished run (its summary.json does not say so)")
-    return json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    try:
+        parts = summary["mechanism"], summary["seed"], summary, dotted(summary["config"])
+    except KeyError as error:
+        raise UserError(f"{folder}: unreadable run: its summary.json lacks {error}") from error
+    return Recall(folder, *parts)
+
+
+AnyRun = TypeVar("AnyRun", Run, Recall)
 
 
 @dataclass(frozen=True)
@@ -121,7 +140,7 @@ class Found:
     """Runs in folders: of language models and of recall, and the names of unfinished ones."""
 
     runs: list[Run]
-    recalls: list[dict[str, Any]]
+    recalls: list[Recall]
     unfinished: list[str]
 
 
@@ -153,21 +172,14 @@ def _holds_run(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("plan.json", "summary.json"))
 
 
-def named_apart(runs: Sequence[Run]) -> list[Run]:
-    """Return `runs` with the options in their names that tell runs of one mechanism apart.
+def named_apart(runs: Sequence[AnyRun]) -> list[AnyRun]:
+    """Return `runs` with options in their names: the mechanism's that are not those of its file.
 
-    Raises UserError if two are the same mechanism, options and seed.
+    And others that tell runs of one mechanism apart. Raises UserError if two are the same
+    mechanism, options and seed.
     """
-    named = []
-    for run in runs:
-        same = [other.config for other in runs if other.mechanism == run.mechanism]
-        options = [
-            f"{key.removeprefix('attention.')}={run.config[key]}"
-            for key in differing_keys(same)
-            if key in run.config
-        ]
-        named.append(replace(run, mechanism=", ".join([run.mechanism, *options])))
-    by_name: dict[tuple[str, int], Run] = {}
+    named = [replace(run, mechanism=_name(run, runs)) for run in runs]
+    by_name: dict[tuple[str, int], AnyRun] = {}
     for run in named:
         other = by_name.setdefault((run.mechanism, run.seed), run)
         if other is not run:
@@ -176,6 +188,44 @@ def named_apart(runs: Sequence[Run]) -> list[Run]:
                 f"({run.mechanism}, seed {run.seed}): name one of them"
             )
     return named
+
+
+def _name(run: Run | Recall, runs: Sequence[Run | Recall]) -> str:
+    same = [other.config for other in runs if other.mechanism == run.mechanism]
+    keys = {*changed_options(run), *differing_keys(same)}
+    told = [f"{k.removeprefix('attention.')}={v}" for k, v in run.config.items() if k in keys]
+    return ", ".join([run.mechanism, *told])
+
+
+def changed_options(run: Run | Recall) -> list[str]:
+    """Return the keys of the mechanism's options that are not as in configs/attention.
+
+    What computes it counts as none, and so does what only one of them has, being of another
+    version. A mechanism without such a file has none.
+    """
+    from slayformer.config_loading import to_plain
+    from slayformer.presets import load_preset, preset_names
+
+    name = own_mechanism(run)
+    if name not in preset_names():
+        return []
+    preset = dotted({"attention": to_plain(load_preset(name))})
+    return [
+        key
+        for key, value in attention_options(run).items()
+        if key in preset and preset[key] != value
+    ]
+
+
+def own_mechanism(run: Run | Recall) -> str:
+    """Return the mechanism of `run` without the options that may be in its name."""
+    return run.config.get("attention.name", run.mechanism)
+
+
+def attention_options(run: Run | Recall) -> dict[str, Any]:
+    """Return the mechanism's options by their dotted key: what computes it is none."""
+    unlike = ("attention.name", "attention.mechanism", "attention.backend")
+    return {k: v for k, v in run.config.items() if k.startswith("attention.") and k not in unlike}
 
 
 def differing_keys(configs: Iterable[dict[str, Any]]) -> list[str]:

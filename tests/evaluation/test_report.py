@@ -16,7 +16,7 @@ from slayformer.evaluation.report import make_report, make_rows
 from slayformer.evaluation.report_figure import losses
 from slayformer.evaluation.report_files import write_report
 from slayformer.evaluation.report_table import latex, markdown, print_report
-from slayformer.evaluation.runs import Run, is_finished
+from slayformer.evaluation.runs import Recall, Run, is_finished
 from slayformer.tables import latex_text
 
 MIB = 2**20
@@ -177,13 +177,14 @@ def test_positions_and_recall_are_means_over_seeds(tmp_path: Path) -> None:
             metrics = [{**record, "guarded_share": guarded} for record in metrics]
         return replace(run, summary={**run.summary, **more}, metrics=metrics)
 
-    def recall(mechanism: str, seed: int, few: float, many: float) -> dict:
+    def recall(mechanism: str, seed: int, few: float, many: float) -> Recall:
         model = {"layers": 2, "width": 64, "short_convolution": 4}
         accuracy = {"4": few, "64": many}
-        return {
+        summary = {
             **{"mechanism": mechanism, "seed": seed, "accuracy": accuracy, "updates": 9},
             **{"chance": 1 / 64, "config": {"model": model}},
         }
+        return Recall(Path(f"recall{seed}"), mechanism, seed, summary, {})
 
     runs = [
         placed(synthetic_run("slay", 1, 3.0), 5.0, 3.0, guarded=0.25),
@@ -292,6 +293,7 @@ def test_latex_compiles_whatever_the_names() -> None:
 
 GPT2_SMALL = {
     **{"model.layers": 12, "model.heads": 12, "model.width": 768, "model.context_length": 1024},
+    **{"model.mlp_ratio": 4, "model.dropout": 0.1, "model.short_convolution": 0},
     **{"tokenizer.name": "gpt2", "data.source.path": "HuggingFaceFW/fineweb"},
     "data.validation_source.name": "wikitext-2-raw-v1",
 }
@@ -303,6 +305,9 @@ GPT2_SMALL = {
         ({}, 2_488_795_136, True),
         ({}, 1_000_000_000, False),
         ({"model.width": 128}, 2_488_795_136, False),
+        ({"model.mlp_ratio": 2}, 2_488_795_136, False),
+        ({"model.dropout": 0.0}, 2_488_795_136, False),
+        ({"model.short_convolution": 4}, 2_488_795_136, False),
         ({"data.validation_source.name": None}, 2_488_795_136, False),
     ],
 )
@@ -318,6 +323,14 @@ def test_published_losses_stand_beside_the_same_setting_alone(
     published = {"slay": 4.6760, "softmax": 4.6417, "linear_elu": 5.0884} if shown else {}
     assert {
         row.mechanism: row.published_loss for row in report.rows if row.published_loss
+    } == published
+    # of other options nothing is published
+    runs[2:5] = [
+        replace(run, config={**run.config, "attention.local": "window"}) for run in runs[2:5]
+    ]
+    published.pop("slay", None)
+    assert {
+        row.mechanism: row.published_loss for row in make_report(runs).rows if row.published_loss
     } == published
     text = markdown(report, [])
     assert ("Table 5" in text, "| published loss (nats/token) |" in text) == (shown, shown)

@@ -53,7 +53,7 @@ def make_run(mechanism: str, seed: int, loss: float, *, width: int = 64, python:
         {"updates": 20, "world_size": 1},
         metrics,
         "a" * 64,
-        {"model.width": width, "attention.epsilon": 0.1 * len(mechanism)},
+        {"model.width": width, "attention.option": 0.1 * len(mechanism)},
         {"python": python, "packages": {"torch": "2"}},
         documents,
     )

@@ -11,28 +11,27 @@ import pytest
 from slayformer.cli import COMMANDS, compose
 from slayformer.config_commands import ReportConfig
 from slayformer.config_loading import load_config
-from slayformer.errors import UserError
-from slayformer.evaluation.fairness import check_fair, find_differences
+from slayformer.errors import ConfigError, UserError
+from slayformer.evaluation.fairness import find_differences
 from slayformer.evaluation.report import make_report
 from slayformer.evaluation.report_command import split_arguments
-from slayformer.evaluation.report_table import latex, markdown
-from slayformer.evaluation.runs import Run, find_runs, named_apart
+from slayformer.evaluation.report_table import latex, markdown, write_csv
+from slayformer.evaluation.runs import Recall, Run, find_runs, named_apart
 
 SUMMARY = {
     **{"validation_loss": 3.0, "unigram_loss": 4.25, "tokens": 4000, "updates": 4},
     **{"bits_per_byte": 1.5, "tokens_per_second": 10.0, "peak_memory_bytes": 0, "parameters": 9},
 }
 CONFIG = {
-    **{"attention.name": "slay", "attention.epsilon": 0.1, "model.width": 64, "seed": 1},
+    **{"attention.name": "slay", "attention.epsilon": 1e-3, "model.width": 64, "seed": 1},
     **{"optimizer.learning_rate": 0.01, "engine.precision": "fp32", "logging.every_updates": 1},
 }
 
 
 def make_run(name: str = "a", mechanism: str = "slay", seed: int = 1, **config: Any) -> Run:
     changed = {key.replace("__", "."): value for key, value in config.items()}
-    return Run(
-        Path(name), mechanism, seed, SUMMARY, {"updates": 4}, [], "a" * 64, {**CONFIG, **changed}
-    )
+    config = {**CONFIG, "attention.name": mechanism, **changed}
+    return Run(Path(name), mechanism, seed, SUMMARY, {"updates": 4}, [], "a" * 64, config)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +81,6 @@ def test_what_shapes_no_result_may_differ() -> None:
         replace(make_run("e"), plan={"updates": 4, "context_parallel": 1}),
     ]
     assert find_differences([make_run("a"), *others]) == []
-    check_fair([make_run("a"), *others])
 
 
 def test_runs_of_one_mechanism_are_told_apart_by_their_options() -> None:
@@ -93,11 +91,89 @@ def test_runs_of_one_mechanism_are_told_apart_by_their_options() -> None:
         make_run("d", "softmax", attention__epsilon=0.9),
     ]
     assert [run.mechanism for run in named_apart(runs)] == [
-        *("slay, epsilon=0.1", "slay, epsilon=0.1", "slay, epsilon=0.5", "softmax"),
+        *("slay, epsilon=0.001", "slay, epsilon=0.001", "slay, epsilon=0.5", "softmax"),
     ]
     assert [run.mechanism for run in named_apart(runs[:2])] == ["slay", "slay"]
     with pytest.raises(UserError, match=r"a and e are the same run twice .slay, seed 1"):
         named_apart([make_run("a"), make_run("e")])
+
+
+def test_options_that_are_not_those_of_the_file_stand_in_the_row(tmp_path: Path) -> None:
+    window: dict[str, Any] = {"attention__local": "window", "attention__local_size": 64}
+    runs = [
+        make_run("a", seed=1, **window),
+        make_run("b", seed=2, **window),
+        # of a version with another option and of one that chose another way to compute
+        make_run("c", "softmax", attention__gone=3, attention__backend="torch"),
+        make_run("d", "my_own", attention__epsilon=0.5),
+    ]
+    name = "slay, local=window"
+    report = make_report(runs, baseline="slay")
+    assert {row.mechanism for row in report.rows} == {name, "softmax", "my_own"}
+    # its only row
+    assert report.baseline == name
+    write_csv(tmp_path / "table.csv", report)
+    for text in (markdown(report, []), latex(report), (tmp_path / "table.csv").read_text()):
+        assert text.replace("\\_", "_").count(name) >= 2
+    with pytest.raises(ConfigError, match=r"baseline=slay: .*slay, epsilon=0.001, local=window"):
+        make_report([*runs, make_run("e", attention__epsilon=0.5)], baseline="slay")
+
+
+def recall_run(
+    name: str = "r", mechanism: str = "slay", seed: int = 1, found: float = 0.5, **config: Any
+) -> Recall:
+    """Return a recall run that found the share `found` of 4 pairs and half of it of 8."""
+    changed = {key.replace("__", "."): value for key, value in config.items()}
+    settings = {"attention.name": mechanism, "updates": 9, "pairs": [4, 8], **changed}
+    model = {"layers": 2, "width": 64, "short_convolution": 4}
+    summary = {
+        **{"mechanism": mechanism, "seed": seed, "updates": 9, "chance": 1 / 64},
+        **{"accuracy": {"4": found, "8": found / 2}, "config": {"model": model}},
+    }
+    return Recall(Path(name), mechanism, seed, summary, settings)
+
+
+def test_recalls_of_several_kinds_are_no_one_table() -> None:
+    runs = [make_run("a"), make_run("b", "softmax")]
+    for change, told in (
+        ({"updates": 10}, r"their updates differ \(10 and 9\)"),
+        ({"pairs": [4]}, r"their pairs differ"),
+        ({"model__width": 9}, ""),
+    ):
+        others = [recall_run(), recall_run("s", "softmax", **change)]
+        if not told:
+            # of a version without it
+            assert len(make_report(runs, others).recalling) == 2
+            continue
+        with pytest.raises(UserError, match=f"s and r are no recall of one kind: {told}"):
+            make_report(runs, others, allow_differences=True)
+    with pytest.raises(UserError, match=r"r and again are the same run twice .slay, seed 1"):
+        make_report(runs, [recall_run(), recall_run("again")])
+
+
+def test_recall_stands_in_the_row_of_its_options() -> None:
+    window: dict[str, Any] = {"attention__local": "window"}
+    few: dict[str, Any] = {"attention__nodes": 2}
+    recalls = [
+        recall_run("r1", found=0.5, attention__local="none"),
+        recall_run("r2", found=1.0, **window),
+        recall_run("r3", "softmax", found=0.25),
+        recall_run("r4", found=0.75, attention__local="none", **few),
+    ]
+    runs = [
+        make_run("a", attention__local="none", attention__nodes=3),
+        make_run("b", attention__nodes=3, **window),
+        make_run("c", "softmax", optimizer__learning_rate=0.02),
+        make_run("d", "softmax", optimizer__learning_rate=0.03),
+    ]
+    report = make_report(runs, recalls, allow_differences=True)
+    assert {row.mechanism: row.recall.get("4") for row in report.rows} == {
+        **{"slay, local=none": 0.5, "slay, local=window": 1.0},
+        **{f"softmax, optimizer.learning_rate={rate}": 0.25 for rate in (0.02, 0.03)},
+    }
+    told = "Recall runs of slay, local=none, nodes=2 belong to no row: none has their options."
+    assert told in report.statements
+    assert "belong to no row" not in " ".join(make_report(runs[:1], recalls[:1]).statements)
 
 
 def test_folders_without_runs_are_refused(tmp_path: Path) -> None:
