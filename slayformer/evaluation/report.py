@@ -132,12 +132,27 @@ class Report:
                 "tokens/s and memory are of different machines or numbers of threads: compare "
                 "them within an environment only."
             )
+        told += self._version_statement()
         if self.recalling:
             told.append(recall_statement(self.recalls))
         told += unmatched_statement(self.recalls, self.runs)
         if self.published:
             told.append(self.published.statement)
         return [*told, *self.notes]
+
+    def _version_statement(self) -> list[str]:
+        """Return a sentence if the runs are of several revisions of the code or of torch."""
+        found = [run.environment for run in self.runs]
+        revisions = {one["git_revision"] for one in found if one.get("git_revision")}
+        torches = {one["packages"]["torch"] for one in found if "torch" in one.get("packages", {})}
+        # a commit is known by its first twelve digits, what follows + says that files were edited
+        short = {f"{r[:12]}{r[r.index('+') :] if '+' in r else ''}" for r in revisions}
+        told = [
+            f"of {len(names)} {what} ({', '.join(sorted(names))})"
+            for what, names in (("revisions of the code", short), ("versions of torch", torches))
+            if len(names) > 1
+        ]
+        return [f"Runs are {' and '.join(told)}."] if told else []
 
     def _interval_statements(self) -> list[str]:
         by_cover: dict[str, list[Row]] = {}

@@ -176,6 +176,22 @@ def test_recall_stands_in_the_row_of_its_options() -> None:
     assert "belong to no row" not in " ".join(make_report(runs[:1], recalls[:1]).statements)
 
 
+def test_several_revisions_of_code_are_told() -> None:
+    old, new = ({"git_revision": c * 40, "packages": {"torch": t}} for c, t in ("a2", "b3"))
+    runs = [make_run("a"), make_run("b", "softmax"), make_run("c", "linear_elu")]
+
+    def told(*environments: dict) -> str:
+        pairs = zip(runs, environments, strict=True)
+        made = [replace(run, environment=environment) for run, environment in pairs]
+        return " ".join(make_report(made).statements)
+
+    assert "revisions" not in told(old, old, {})
+    assert "versions of torch" not in told(old, old, {})
+    both = told(old, new, new)
+    assert "Runs are of 2 revisions of the code (aaaaaaaaaaaa, bbbbbbbbbbbb)" in both
+    assert "and of 2 versions of torch (2, 3)" in both
+
+
 def test_folders_without_runs_are_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for folder in (tmp_path, tmp_path / "empty", tmp_path / "missing"):
