@@ -80,30 +80,36 @@ def choose_items(names: Sequence[str] | None, items: Sequence[Item] = ITEMS) -> 
 def run(config: PaperConfig, items: Sequence[Item] = ITEMS) -> Path:
     """Compute what is not there yet, write everything, and return the page's path.
 
-    An item that fails leaves the others alone. Raises UserError at the end if any did.
+    What the folder has of items that are not asked for stays on the page and among the claims. An
+    item that fails leaves the others alone. Raises UserError at the end if any did.
     """
     directory = Path(config.directory)
     (directory / "data").mkdir(parents=True, exist_ok=True)
     console = Console()
-    chosen, shown = choose_items(config.items, items), []
+    chosen = choose_items(config.items, items)
+    found: dict[str, Shown] = {}
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
     with PlainProgress(*columns, TimeElapsedColumn(), console=console) as bar:
         whole = bar.add_task("all items", total=sum(item.minutes for item in chosen))
         for item in chosen:
             task = bar.add_task(item.name, total=1.0)
-            one = _show(item, config, directory, partial(_advance, bar, task))
-            shown.append(one)
+            work = partial(_record, item, config, directory, partial(_advance, bar, task))
+            one = found[item.name] = _show(item, work, directory)
             bar.update(task, completed=1.0, visible=False)
             bar.advance(whole, item.minutes)
             bar.console.print(f"{item.name}: {one.failure or one.about}", highlight=False)
     about = f"size {config.size}; {time.strftime('%Y-%m-%d')}; slayformer {slayformer.__version__}"
+    for item in items:
+        if item.name not in found and _kept_file(item, directory).exists():
+            found[item.name] = _show(item, partial(_kept, item, directory), None)
+    shown = [found[item.name] for item in items if item.name in found]
     claims = [claim for one in shown for claim in one.claims]
     if claims:
         write_table(directory, claims_table(claims))
     index = directory / "index.html"
     index.write_text(page(shown, about), encoding="utf-8")
     console.print(str(index), soft_wrap=True, highlight=False, markup=False)
-    failed = [one.item.name for one in shown if one.failure]
+    failed = [item.name for item in chosen if found[item.name].failure]
     if failed:
         raise UserError(f"failed: {', '.join(failed)}; the others are in {index}")
     return index
@@ -113,18 +119,20 @@ def _advance(bar: PlainProgress, task: TaskID, share: float) -> None:
     bar.update(task, completed=share)
 
 
-def _show(
-    item: Item, config: PaperConfig, directory: Path, progress: Callable[[float], None]
-) -> Shown:
-    """Compute `item` or take what is kept, write its files, and return what there is to show."""
+def _show(item: Item, work: Callable[[], dict[str, Any]], directory: Path | None) -> Shown:
+    """Return what there is to show of the record that `work` returns.
+
+    Tables and pictures are written to `directory`; for None they are there.
+    """
     try:
-        record = _record(item, config, directory, progress)
+        record = work()
         data = record["data"]
         tables, pictures = item.tables(data), item.draw(data)
-        for table in tables:
-            write_table(directory, table)
-        for picture in pictures:
-            write_picture(directory, picture)
+        if directory is not None:
+            for table in tables:
+                write_table(directory, table)
+            for picture in pictures:
+                write_picture(directory, picture)
         captions = [(picture.name, picture.caption) for picture in pictures]
         return Shown(item, _about(record), tables, captions, item.claims(data))
     except UserError as error:
@@ -139,10 +147,10 @@ def _record(
     item: Item, config: PaperConfig, directory: Path, progress: Callable[[float], None]
 ) -> dict[str, Any]:
     """Return the item's data with how it was made, from the kept file if that serves."""
-    path = directory / "data" / f"{item.name}.json"
+    path = _kept_file(item, directory)
     wanted = {"size": config.size, "seeds": config.seeds}
     if path.exists() and item.kept and not config.redo:
-        kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        kept = _kept(item, directory)
         if kept["request"] == wanted:
             return kept
     work = directory / "data" / item.name
@@ -166,7 +174,15 @@ def _record(
     unfinished = path.with_suffix(".partial")
     unfinished.write_text(json.dumps(record, default=plain), encoding="utf-8")
     unfinished.replace(path)
-    return dict(json.loads(path.read_text(encoding="utf-8")))
+    return _kept(item, directory)
+
+
+def _kept_file(item: Item, directory: Path) -> Path:
+    return directory / "data" / f"{item.name}.json"
+
+
+def _kept(item: Item, directory: Path) -> dict[str, Any]:
+    return dict(json.loads(_kept_file(item, directory).read_text(encoding="utf-8")))
 
 
 def code_digest() -> str:

@@ -97,6 +97,31 @@ def test_results_are_written_and_kept(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "code has changed" in page.read_text(encoding="utf-8")
 
 
+def test_a_part_keeps_the_others_on_the_page(tmp_path: Path) -> None:
+    def claim(text: str) -> Any:
+        return lambda data: [Claim(text, "Table 78", "", HOLDS)]
+
+    first, second = Counted(), Counted()
+    items = [
+        toy(first, claims=claim("the first")),
+        toy(second, name="other", sources=("Figure 7",), claims=claim("the second")),
+        toy(Counted(), name="never", sources=("Figure 8",)),
+    ]
+    part = replace(config(tmp_path), items=["toy", "other"])
+    run(part, items)
+    page = run(replace(part, items=["other"], seeds=2), items)
+    assert (first.calls, second.calls) == (1, 2)
+    html, table = page.read_text(encoding="utf-8"), (tmp_path / "claims.md").read_text()
+    for text in (html, table):
+        assert 0 < text.index("the first") < text.index("the second")
+    assert 'id="never"' not in html
+    # one that cannot be shown any more is no failure of this run
+    (tmp_path / "data" / "toy.json").write_text("{", encoding="utf-8")
+    html = run(replace(part, items=["other"]), items).read_text(encoding="utf-8")
+    assert "failed: JSONDecodeError" in html
+    assert "the second" in html
+
+
 def test_what_only_reads_results_reads_them_each_time(tmp_path: Path) -> None:
     compute = Counted()
     for results in (["mine"], ["mine"], ["mine", "theirs"]):
