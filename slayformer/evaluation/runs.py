@@ -75,6 +75,7 @@ def read_run(folder: Path) -> Run:
     from slayformer.data.tokenizer import load_tokenizer
     from slayformer.training.checkpoint import find_checkpoint
     from slayformer.training.initial_weights import recorded_identity
+    from slayformer.training.logging import METRICS_FILE, read_records
 
     if not is_finished(folder):
         raise UserError(f"{folder}: not a finished run (its summary.json does not say so)")
@@ -87,9 +88,9 @@ def read_run(folder: Path) -> Run:
         surroundings = folder / "environment.json"
         environment = json.loads(surroundings.read_text()) if surroundings.exists() else {}
         config: Any = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
-        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        lines = read_records(folder / METRICS_FILE)
         # a resumed run may have told the same update twice: the later line stands
-        records = {(r["kind"], r["update"]): r for r in map(json.loads, lines)}
+        records = {(r["kind"], r["update"]): r for _, r in lines}
         # one model in two places is one beginning
         config["initial_weights"] = recorded_identity(folder) or config.get("initial_weights")
     except (OSError, ValueError, KeyError, IndexError) as error:

@@ -55,6 +55,7 @@ def run(config: ExportConfig) -> Path:
     model = to_gpt2(loaded.model) if config.format == "gpt2" else to_transformers(loaded)
     _set_end_of_text(model, loaded.tokenizer.end_of_text)
     tokenizer = fast_tokenizer(loaded.tokenizer, context_length=loaded.model.context_length)
+    card = model_card(directory.name, checkpoint, loaded, model_format=config.format)
     # under another name until it is whole
     unfinished = directory.with_name(directory.name + UNFINISHED)
     try:
@@ -63,7 +64,6 @@ def run(config: ExportConfig) -> Path:
         model.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
         _write_training(unfinished / TRAINING_FILE, loaded.config)
-        card = model_card(directory.name, checkpoint, loaded, model_format=config.format)
         (unfinished / "README.md").write_text(card, encoding="utf-8")
         for file in unfinished.iterdir():
             # the library lets nobody but the owner read the weights

@@ -9,9 +9,9 @@ from typing import Any
 
 from slayformer.config import SourceConfig
 from slayformer.training.checkpoint import FOLDER, LoadedModel
+from slayformer.training.logging import METRICS_FILE, read_records
 
 TRAINING_FILE = "training.yaml"
-METRICS_FILE = "metrics.jsonl"
 
 _LOAD = {
     "slayformer": """import slayformer  # makes transformers know the model
@@ -130,9 +130,8 @@ def _validation(checkpoint: Path, update: int) -> dict[str, Any] | None:
     if checkpoint.parent.name != FOLDER or not metrics.is_file():
         return None
     found = None
-    for line in metrics.read_text(encoding="utf-8").splitlines():
-        record = json.loads(line)
-        if record["kind"] == "validation" and record["update"] == update:
+    for _, record in read_records(metrics):
+        if (record["kind"], record["update"]) == ("validation", update):
             found = record
     return found
 

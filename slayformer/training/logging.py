@@ -6,6 +6,7 @@ Only rank 0 has a RunLog. metrics.jsonl is the truth.
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -28,22 +29,32 @@ from slayformer.training.trackers import TensorBoard, Tracker, Wandb
 METRICS_FILE = "metrics.jsonl"
 
 
+def read_records(path: Path) -> list[tuple[str, dict[str, Any]]]:
+    """Return the lines of a metrics file with the record in each.
+
+    A line that a killed run left half-written is no record. Raises OSError without such a file.
+    """
+    found = []
+    # what is cut off may end within a character
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        with suppress(ValueError):
+            record = json.loads(line)
+            if isinstance(record, dict) and {"kind", "update"} <= record.keys():
+                found.append((line, record))
+    return found
+
+
 def read_metrics(path: Path, *, up_to_update: int, last_update: int) -> list[str]:
     """Return the lines of a metrics file that a run resumed after `up_to_update` goes on from.
 
-    A line that a killed run left half-written is no record, and the validation after the
-    `last_update` of the plan is done again.
+    The validation after the `last_update` of the plan is done again.
     """
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        try:
-            record = json.loads(line)
-            again = record["kind"] == "validation" and record["update"] == last_update
-            if record["update"] <= up_to_update and not again:
-                kept.append(line)
-        except (ValueError, KeyError):
-            continue
-    return kept
+    return [
+        line
+        for line, record in (read_records(path) if path.exists() else [])
+        if record["update"] <= up_to_update
+        and (record["kind"], record["update"]) != ("validation", last_update)
+    ]
 
 
 class RunLog:

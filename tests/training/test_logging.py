@@ -14,7 +14,7 @@ from rich.console import Console
 from slayformer.errors import ConfigError
 from slayformer.training import trackers
 from slayformer.training.budget import make_plan
-from slayformer.training.logging import RunLog, read_metrics
+from slayformer.training.logging import RunLog, read_metrics, read_records
 from slayformer.training.trackers import check_trackers
 
 
@@ -63,6 +63,18 @@ def test_metrics_go_on_after_the_checkpoint(train_config: Any, tmp_path: Path) -
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["update"] for line in lines] == [1, 2, 3]
     assert lines[0] == {"kind": "train", **record(1)}
+
+
+def test_what_is_no_record_is_skipped(tmp_path: Path) -> None:
+    good = json.dumps({"kind": "validation", "update": 4, "loss": 3.0})
+    path = tmp_path / "metrics.jsonl"
+    for torn in ('{"kind": "vali', '{"kind": "train"}', "7", "[]", "null", ""):
+        path.write_text(f"{torn}\n{good}\n{torn}")
+        assert read_records(path) == [(good, json.loads(good))]
+        assert read_metrics(path, up_to_update=4, last_update=9) == [good]
+    # cut off within a character
+    path.write_bytes(f"{good}\n".encode() + '{"kind": "ü'.encode()[:-1])
+    assert read_records(path) == [(good, json.loads(good))]
 
 
 def test_a_run_without_metrics_has_none_to_go_on_from(tmp_path: Path) -> None:
