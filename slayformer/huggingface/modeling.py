@@ -27,7 +27,8 @@ from transformers.utils.output_capturing import capture_outputs
 from slayformer.errors import CheckpointError, ConfigError
 from slayformer.huggingface.cache import state_layers
 from slayformer.huggingface.configuration import SlayformerConfig
-from slayformer.model.gpt2 import GPT2, Block, ModelState
+from slayformer.model.gpt2 import GPT2, INITIAL_STANDARD_DEVIATION, Block, ModelState
+from slayformer.model.recompute import CHECKPOINT, Checkpoint
 
 
 class SlayformerPreTrainedModel(PreTrainedModel):
@@ -37,9 +38,32 @@ class SlayformerPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     _no_split_modules = ["Block"]  # noqa: RUF012, the base class wants lists
     _can_record_outputs = {"hidden_states": Block}  # noqa: RUF012
+    supports_gradient_checkpointing = True
+    # whether it is on, as transformers asks for it
+    gradient_checkpointing = False
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Do nothing: `GPT2` has drawn every weight from the seed."""
+        """Draw a new embedding, which is to take the place of ours, as GPT-2's are.
+
+        All else is left alone: `GPT2` has drawn every weight from the seed.
+        """
+        is_new = all(module is not own for own in self.modules())
+        if is_new and isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, std=INITIAL_STANDARD_DEVIATION)
+
+    def _set_gradient_checkpointing(
+        self,
+        enable: bool = True,
+        gradient_checkpointing_func: Checkpoint = CHECKPOINT,
+        every_n_layers: int = 1,
+    ) -> None:
+        """Let the backward pass compute every `every_n_layers`-th block again, or keep them all."""
+        self.gradient_checkpointing = enable
+        self.base_model.transformer.recompute(
+            "block" if enable else "none",
+            gradient_checkpointing_func,
+            every_layers=every_n_layers,
+        )
 
     def _move_missing_keys_from_meta_to_device(
         self, missing_keys: Collection[str], *args: Any, **kwargs: Any

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from slayformer.attention.base import generator, is_recording
 from slayformer.attention.context_parallel import Stretch, attend, convolve, make_stretch
 from slayformer.config import ModelConfig
-from slayformer.model.recompute import call
+from slayformer.model.recompute import CHECKPOINT, Checkpoint, call
 from slayformer.model.short_convolution import ConvolutionState, ShortConvolution
 from slayformer.registry import build_attention
 
@@ -68,8 +68,9 @@ class Block(nn.Module):
         self.mlp_input = nn.Linear(model.width, model.mlp_ratio * model.width)
         self.mlp_output = nn.Linear(model.mlp_ratio * model.width, model.width)
         self.dropout = nn.Dropout(model.dropout)
-        # whether the backward pass computes the half with the attention again
-        self.recompute_half = False
+        # what lets the backward pass compute all of it again, or the half with the attention
+        self.recompute_whole: Checkpoint | None = None
+        self.recompute_half: Checkpoint | None = None
 
     def init_state(self, batch_size: int, device: torch.device) -> BlockState:
         """Return the state before the first token."""
@@ -146,14 +147,19 @@ class GPT2(nn.Module):
             for layer in range(model.layers)
         )
         self.final_norm = nn.LayerNorm(model.width)
-        self._recompute_blocks = False
         self._initialise(seed)
 
-    def recompute(self, what: str) -> None:
-        """Let the backward pass compute again: `none`, every `block`, or its `attention` half."""
-        self._recompute_blocks = what == "block"
-        for block in self.blocks:
-            block.recompute_half = what == "attention"  # type: ignore[assignment]
+    def recompute(
+        self, what: str, checkpoint: Checkpoint = CHECKPOINT, *, every_layers: int = 1
+    ) -> None:
+        """Let the backward pass compute again: `none`, a `block`, or its `attention` half.
+
+        `checkpoint` calls it so, in the first block and every `every_layers`-th after it.
+        """
+        for layer, block in enumerate(self.blocks):
+            chosen = checkpoint if layer % every_layers == 0 else None
+            block.recompute_whole = chosen if what == "block" else None  # type: ignore[assignment]
+            block.recompute_half = chosen if what == "attention" else None  # type: ignore[assignment]
 
     @torch.no_grad()
     def _initialise(self, seed: int) -> None:
@@ -262,7 +268,7 @@ class GPT2(nn.Module):
         for block, state in zip(self.blocks, layer_states, strict=True):
             x_BTC, new_state = call(
                 *(block, x_BTC, mask_BT, document_ids_BT, state, stretch),
-                recompute=self._recompute_blocks,
+                recompute=block.recompute_whole,  # type: ignore[arg-type]
             )
             new_states.append(new_state)
         hidden_BTC = self.final_norm(x_BTC)

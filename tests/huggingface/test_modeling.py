@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,58 @@ def test_more_tokens_can_be_added(tiny: Any, ids: torch.Tensor, tmp_path: Path) 
     model.save_pretrained(tmp_path)
     loaded = SlayformerForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+
+@torch.no_grad()
+def test_new_tokens_are_drawn_as_gpt2_draws_them(tiny: Any) -> None:
+    model = tiny("slay")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.resize_token_embeddings(600, mean_resizing=False)
+    after = model.state_dict()
+    new = after.pop("model.transformer.token_embedding.weight")[211:]
+    # 12,448 draws: the standard deviation of theirs is a hundredth of it
+    assert new.std().item() == pytest.approx(0.02, rel=0.05)
+    assert abs(new.mean().item()) < 1e-3
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+    after.pop("lm_head.weight")
+    assert all(torch.equal(after[name], before[name]) for name in after)
+
+
+@pytest.mark.parametrize("use_reentrant", [None, True])
+@pytest.mark.parametrize("name", ["softmax", "slay", "slay_best", "performer", "cosformer"])
+def test_gradients_are_the_same_with_checkpointing(
+    name: str, use_reentrant: bool | None, tiny: Any, ids: torch.Tensor
+) -> None:
+    gradients, calls = [], []
+    for every in (None, 1, 2):
+        model = tiny(name, dropout=0.2, short_convolution=3).train()
+        if every is not None:
+            options = None if use_reentrant is None else {"use_reentrant": use_reentrant}
+            model.activation_checkpointing_enable(options, every_n_layers=every)
+            assert model.is_activation_checkpointing
+        count = [0, 0]
+        for layer, block in enumerate(model.model.transformer.blocks):
+            hook = partial(_count, count, layer)
+            block.attention_norm.register_forward_hook(hook)
+        torch.manual_seed(3)
+        mask = torch.ones_like(ids)
+        mask[0, :5] = 0
+        model(ids, attention_mask=mask, labels=ids).loss.backward()
+        calls.append([*count])
+        gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+        model.activation_checkpointing_disable()
+        assert not model.is_activation_checkpointing
+        count[:] = [0, 0]
+        model(ids, labels=ids).loss.backward()
+        assert count == [1, 1]
+    # the chosen blocks are computed a second time
+    assert calls == [[1, 1], [2, 2], [2, 1]]
+    for other in gradients[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(gradients[0], other, strict=True))
+
+
+def _count(count: list[int], layer: int, *_: Any) -> None:
+    count[layer] += 1
 
 
 def test_damaged_files_are_refused(tiny: Any, tmp_path: Path) -> None:

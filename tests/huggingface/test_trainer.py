@@ -32,6 +32,7 @@ def test_trainer_does_what_a_plain_loop_does(accumulation: int, tiny: Any, tmp_p
         max_steps=4,
         per_device_train_batch_size=4 // accumulation,
         gradient_accumulation_steps=accumulation,
+        activation_checkpointing=accumulation == 2,
         learning_rate=1e-2,
         lr_scheduler_type="constant",
         optim="adamw_torch",
