@@ -144,6 +144,8 @@ class LongContextConfig:
     # haystacks of each length, and the most tokens that are read of one length: fewer haystacks
     samples: int = positive()
     read_tokens: int = positive()
+    # the same for mechanisms whose state does not grow
+    constant_state_read_tokens: int = positive()
     # tokens read at once
     segment_tokens: int = positive()
     seed: int = seed_number(0)

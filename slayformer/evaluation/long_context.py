@@ -31,7 +31,13 @@ from slayformer.config_loading import to_plain
 from slayformer.data.shards import write_atomically
 from slayformer.errors import ConfigError
 from slayformer.evaluation.answers import Answers, train_on_answers
-from slayformer.evaluation.long_context_report import draw, markdown, print_table
+from slayformer.evaluation.long_context_report import (
+    INTERVAL,
+    draw,
+    interval,
+    markdown,
+    print_table,
+)
 from slayformer.evaluation.progress import progress_bar
 from slayformer.model.gpt2 import GPT2
 from slayformer.presets import load_preset
@@ -106,7 +112,7 @@ def run(config: LongContextConfig) -> list[Measurement]:
             continue
         model = _trained(config, one, directory, device, console)
         with progress_bar() as progress:
-            tokens = sum(length * samples_of(length, config) for length in missing)
+            tokens = sum(length * samples_of(length, config, model) for length in missing)
             task = progress.add_task(f"{one.name}: reading", total=tokens)
             for length in missing:
                 row = measure(model, one.name, length, config, told=partial(progress.advance, task))
@@ -128,9 +134,14 @@ def run(config: LongContextConfig) -> list[Measurement]:
     return done
 
 
-def samples_of(length: int, config: LongContextConfig) -> int:
-    """Return how many haystacks of `length` tokens are read: fewer of long ones, one at least."""
-    return max(1, min(config.samples, config.read_tokens // length))
+def samples_of(length: int, config: LongContextConfig, model: GPT2) -> int:
+    """Return how many haystacks of `length` tokens `model` reads: fewer of long ones, at least one.
+
+    Where the state stays as it is each token takes the same time, and more of them are read.
+    """
+    is_constant = model.state_bytes(2 * length) == model.state_bytes(length)
+    most_tokens = config.constant_state_read_tokens if is_constant else config.read_tokens
+    return max(1, min(config.samples, most_tokens // length))
 
 
 def _place(mechanism: str, config: LongContextConfig) -> tuple[int, str]:
@@ -152,13 +163,16 @@ def _earlier_rows(directory: Path, config: LongContextConfig) -> list[Measuremen
         return []
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
-        earlier, rows = record["config"], [Measurement(**row) for row in record["rows"]]
+        # what follows from the others is no field
+        kept = [{k: v for k, v in row.items() if k != INTERVAL} for row in record["rows"]]
+        earlier, rows = record["config"], [Measurement(**row) for row in kept]
     except (ValueError, KeyError, TypeError) as error:
         hint = f"{file} is not the record of such a run; choose another directory"
         raise ConfigError("directory", directory, hint) from error
     for name, value in _settings(config).items():
-        if earlier.get(name) != value:
-            hint = f"{directory} was made with {earlier.get(name)}; choose another directory"
+        # a name that it lacks is an option its version did not have
+        if earlier.get(name, value) != value:
+            hint = f"{directory} was made with {earlier[name]}; choose another directory"
             raise ConfigError(name, value, hint)
     return rows
 
@@ -168,7 +182,7 @@ def _write_rows(directory: Path, config: LongContextConfig, rows: list[Measureme
         "config": to_plain(config),
         "environment": describe_environment(),
         "chance": 1 / config.values,
-        "rows": [asdict(row) for row in rows],
+        "rows": [asdict(row) | {INTERVAL: interval(row.found, row.asked)} for row in rows],
     }
     write_atomically(directory / RECORD, ((json.dumps(record, indent=2) + "\n").encode(),))
 
@@ -240,7 +254,7 @@ def measure(
     `told` is called with the number of tokens after each segment that was read.
     """
     device = model.token_embedding.weight.device
-    samples = samples_of(length, config)
+    samples = samples_of(length, config, model)
     ids_BT, targets_BT = draw_haystacks(length, samples, config, generator(MEASURING_SEED))
     read_seconds: list[float] = []
     next_seconds: list[float] = []

@@ -10,12 +10,15 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Column, Table
 
-from slayformer.evaluation.report_figure import COLOURS, DASHES, MARKERS
+from slayformer.evaluation.report_figure import series_style
 from slayformer.tables import markdown_table
 
+# the interval's name in the record
+INTERVAL = "found_share_95_percent_interval"
 COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "context\n(tokens)": lambda row: f"{row['length_tokens']:,}",
     "found\n(%)": lambda row: f"{_found(row):.1f}",
+    "95 %\ninterval": lambda row: "–".join(f"{100 * end:.0f}" for end in _interval(row)),
     "asked\n(answers)": lambda row: f"{row['asked']:,}",
     "state\n(KiB)": lambda row: f"{row['state_bytes'] / 1024:,.0f}",
     "reading\n(ms/token)": lambda row: f"{row['read_ms_per_token']:.3f}",
@@ -25,6 +28,18 @@ COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
 
 def _found(row: dict[str, Any]) -> float:
     return 100 * row["found"] / row["asked"]
+
+
+def interval(found: int, asked: int) -> tuple[float, float]:
+    """Return Wilson's 95 % interval of the share found, as if answers were independent."""
+    from scipy.stats import binomtest
+
+    ends = binomtest(found, asked).proportion_ci(0.95, method="wilson")
+    return float(ends.low), float(ends.high)
+
+
+def _interval(row: dict[str, Any]) -> tuple[float, float]:
+    return interval(row["found"], row["asked"])
 
 
 def _heading(about: str, chance: float) -> str:
@@ -71,21 +86,21 @@ def draw(
             key=lambda row: row["length_tokens"],
         )
         style: dict[str, Any] = {
-            "color": COLOURS[number % len(COLOURS)],
-            "linestyle": DASHES[number % len(DASHES)],
-            "marker": MARKERS[number % len(MARKERS)],
+            **series_style(number),
             "markersize": 4,
             "label": mechanism,
         }
         lengths = [row["length_tokens"] for row in mine]
         left.plot(lengths, [_found(row) for row in mine], **style)
+        ends = [[100 * end for end in _interval(row)] for row in mine]
+        left.fill_between(lengths, *zip(*ends, strict=True), color=style["color"], alpha=0.12)
         middle.plot(lengths, [row["state_bytes"] / 1024 for row in mine], **style)
         right.plot(lengths, [row["next_token_ms"] for row in mine], **style)
     left.axhline(100 * chance, color="#777777", linewidth=1, label="chance")
     left.axvline(
         trained_tokens, color="#777777", linewidth=1, linestyle=":", label="longest in training"
     )
-    left.set(title="Needles found again", ylabel="found (%)", ylim=(0, 103))
+    left.set(title="Needles found again, 95 % intervals", ylabel="found (%)", ylim=(0, 103))
     middle.set(title="State of one sequence", ylabel="state (KiB)", yscale="log")
     right.set(title="Time of the next token", ylabel="ms", yscale="log")
     for axes in (left, middle, right):

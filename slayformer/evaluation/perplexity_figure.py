@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from slayformer.evaluation.report_figure import COLOURS, DASHES, MARKERS
+from slayformer.evaluation.report_figure import series_style
 
 
 def draw_positions(path: Path, results: Sequence[dict[str, Any]]) -> None:
@@ -23,14 +23,9 @@ def draw_positions(path: Path, results: Sequence[dict[str, Any]]) -> None:
         stretches = result["loss_by_position"]
         # positions count from 0, and position t predicts from t + 1 tokens
         middles = [(s["first"] + 1 + s["last"] + 1) / 2 for s in stretches]
-        style: dict[str, Any] = {
-            "color": COLOURS[number % len(COLOURS)],
-            "linestyle": DASHES[number % len(DASHES)],
-            "marker": MARKERS[number % len(MARKERS)],
-        }
         label = f"{number + 1}: {result['mechanism']}"
         losses = [s["loss"] for s in stretches]
-        axes.plot(middles, losses, label=label, linewidth=1.8, markersize=4, **style)
+        axes.plot(middles, losses, label=label, linewidth=1.8, markersize=4, **series_style(number))
     beyond = [r for r in results if r["context_length"] > r["trained_context_length"]]
     for length in sorted({r["trained_context_length"] for r in beyond}):
         label = f"trained context, {length:,} tokens"

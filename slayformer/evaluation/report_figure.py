@@ -149,7 +149,12 @@ def positions(rows: Sequence[Row]) -> Figure:
     for number, row in enumerate(rows):
         losses = [row.loss_by_position[i]["loss"] - middle[i] for i in range(count)]
         axes.plot(
-            range(count), losses, label=row.label, linewidth=1.8, markersize=4, **_style(number)
+            range(count),
+            losses,
+            label=row.label,
+            linewidth=1.8,
+            markersize=4,
+            **series_style(number),
         )
     axes.axhline(0, color="#777777", linewidth=1)
     axes.set(
@@ -172,7 +177,9 @@ def recall(rows: Sequence[Row], chance: float) -> Figure:
     for number, row in enumerate(rows):
         pairs = [int(count) for count in row.recall]
         shares = [100 * share for share in row.recall.values()]
-        axes.plot(pairs, shares, label=row.label, linewidth=1.8, markersize=4, **_style(number))
+        axes.plot(
+            pairs, shares, label=row.label, linewidth=1.8, markersize=4, **series_style(number)
+        )
     axes.axhline(100 * chance, color="#777777", linewidth=1, label="chance")
     axes.set_xscale("log", base=2)
     counts = sorted({int(count) for row in rows for count in row.recall})
@@ -185,7 +192,8 @@ def recall(rows: Sequence[Row], chance: float) -> Figure:
     return figure
 
 
-def _style(number: int) -> dict[str, Any]:
+def series_style(number: int) -> dict[str, Any]:
+    """Return colour, dash and marker of the line of a series."""
     return {
         "color": COLOURS[number % len(COLOURS)],
         "linestyle": DASHES[number % len(DASHES)],

@@ -16,6 +16,7 @@ from slayformer.config_commands import LongContextConfig
 from slayformer.config_loading import load_config
 from slayformer.errors import ConfigError
 from slayformer.evaluation.long_context import draw_haystacks, measure, run, samples_of
+from slayformer.evaluation.long_context_report import interval, markdown
 from slayformer.model.gpt2 import GPT2
 from slayformer.presets import load_preset
 from slayformer.training.objective import IGNORE_INDEX
@@ -126,6 +127,8 @@ def test_a_run_finds_needles_in_longer_haystacks_than_it_trained_on(tmp_path: Pa
     assert [row.state_bytes for row in rows] == [8 * 256, 40 * 256]
     record = json.loads((tmp_path / "table.json").read_text())
     assert [row["found"] for row in record["rows"]] == [row.found for row in rows]
+    ends = [row["found_share_95_percent_interval"] for row in record["rows"]]
+    assert ends == [[*interval(row.found, row.asked)] for row in rows]
     assert "| softmax | 40 |" in (tmp_path / "table.md").read_text()
     assert (tmp_path / "long_context.png").read_bytes().startswith(b"\x89PNG")
     assert len((tmp_path / "softmax.jsonl").read_text().splitlines()) == 150
@@ -141,6 +144,25 @@ def test_a_run_finds_needles_in_longer_haystacks_than_it_trained_on(tmp_path: Pa
         run(config(*options, "pairs=2"))
 
 
-def test_long_haystacks_are_fewer() -> None:
-    sizes = config("samples=32", "read_tokens=131072")
-    assert [samples_of(length, sizes) for length in (512, 8192, 65536, 200_000)] == [32, 16, 2, 1]
+def test_long_haystacks_are_fewer_where_the_state_grows() -> None:
+    sizes = config("samples=32", "read_tokens=131072", "constant_state_read_tokens=400000")
+    shape = ModelConfig(layers=1, heads=1, width=8, context_length=8)
+    for name, expected in (("softmax", [32, 16, 2, 1]), ("slay_best", [32, 32, 6, 2])):
+        model = GPT2(shape, load_preset(name), vocabulary_size=20, seed=1)
+        lengths = (512, 8192, 65536, 200_000)
+        assert [samples_of(length, sizes, model) for length in lengths] == expected
+
+
+def test_the_interval_is_wilsons() -> None:
+    # 2 of 4: (p + z²/2n ± z √(p(1−p)/n + z²/4n²)) / (1 + z²/n) with z = 1.95996
+    z = 1.959963984540054
+    centre, scale = 0.5 + z**2 / 8, 1 + z**2 / 4
+    half = z * (0.25 / 4 + z**2 / 64) ** 0.5
+    assert interval(2, 4) == pytest.approx(((centre - half) / scale, (centre + half) / scale))
+    assert interval(0, 4) == (0.0, pytest.approx(z**2 / (4 + z**2)))
+    assert interval(64, 64) == (pytest.approx(64 / (64 + z**2)), 1.0)
+    row = {
+        **{"mechanism": "slay", "length_tokens": 8, "found": 2, "asked": 4, "state_bytes": 8},
+        **{"read_ms_per_token": 1.0, "next_token_ms": 1.0},
+    }
+    assert "| slay | 8 | 50.0 | 15–85 | 4 |" in markdown([row], "about", 0.1)
