@@ -17,7 +17,7 @@ from typing import Any
 from slayformer.config_loading import to_plain
 from slayformer.data.shards import write_atomically
 from slayformer.errors import DataError
-from slayformer.paper.item import FAILS, HOLDS, Claim, Data, Item, Request, Table
+from slayformer.paper.item import FAILS, HOLDS, ONE_SEED, Claim, Data, Item, Request, Table
 from slayformer.paper.published import TABLE_4
 from slayformer.paper.xmc.data import read_documents, write_documents
 from slayformer.paper.xmc.experiment import (
@@ -33,8 +33,8 @@ from slayformer.presets import load_preset
 
 MECHANISMS = ("slay", "performer", "yat_spherical", "softmax")
 ENCODERS = ("mean", "attention")
-# of the rates .02, .05 and .2 none is better for any mechanism by more than .011 in P@1, on 16,000
-# training and 4,000 test documents (.2 was not tried with performer)
+# of the rates .02, .05 and .1 this one was best for slay, performer and softmax, those tried, on
+# 8,000 training documents kept out of training
 SETTINGS = XmcSettings(
     width=128, heads=1, encoder="mean", epochs=20, batch_documents=512, learning_rate=0.05
 )
@@ -188,7 +188,7 @@ def claims(data: Data) -> Sequence[Claim]:
             "In extreme classification SLAY scores higher than Performer in every column.",
             "section 3.4, Table 4",
             f"SLAY and Performer: {told}",
-            HOLDS if better else FAILS,
+            (HOLDS if better else FAILS) + f" ({ONE_SEED})" * (data["seeds"] == 1),
         )
     ]
 

@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 Data = dict[str, Any]
 Choice = TypeVar("Choice")
 
-HOLDS, HOLDS_AT, FAILS = "holds", "holds at", "does not hold"
+HOLDS, HOLDS_AT, FAILS, NOT_SETTLED = "holds", "holds at", "does not hold", "not settled:"
+ONE_SEED = "one seed"
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,8 @@ class Table:
 class Claim:
     """A sentence of the paper in our words, where it stands, what we measured, and the verdict.
 
-    `verdict` is `HOLDS`, `FAILS`, or `HOLDS_AT` followed by where.
+    `verdict` is `HOLDS`, `FAILS`, `HOLDS_AT` followed by where, or `NOT_SETTLED` by why. Where it
+    hangs on a threshold of ours, the claim says which.
     """
 
     text: str

@@ -100,3 +100,11 @@ def test_the_verdict_on_the_published_numbers() -> None:
         data["scales"][scale] = {"bias-free": rows, "biases": rows}
     verdicts = [claim.verdict for claim in claims(data)]
     assert verdicts[1:] == [HOLDS] * 5
+    # the thresholds stand in the claims
+    rows["anchor"]["relative_error"], rows["uniform"]["relative_error"] = [0.8], [0.9]
+    for error, verdict in ((1.01, HOLDS), (0.99, FAILS)):
+        rows["nystrom"]["relative_error"] = [error]
+        nystrom = claims(data)[4]
+        assert nystrom.verdict == verdict
+        assert "an error 1.25× theirs or more" in nystrom.text
+        assert nystrom.measured.endswith(f"{error / 0.8:.2f}× (mean of v 0.90)")

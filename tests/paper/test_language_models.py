@@ -130,8 +130,19 @@ def test_tables_claims_and_curves() -> None:
     assert "2 of 6 pairs are in the same order" in losses_table.note
     assert pairs_table.rows[0] == ["softmax", "slay", "0.034", "-0.105 ± 0.064", REVERSED]
     order, near, ahead, along = claims(data)
-    assert order.verdict == "holds at 2 of 6 pairs"
-    assert "slay before softmax" in order.measured
+    # two pairs as published, and one the other way round contradicts an order
+    assert order.verdict == "does not hold"
+    assert (
+        "2 of 6 pairs are in this order, and 1 the other way round: slay before" in order.measured
+    )
+    open_pairs = claims({"results": [made(slay=(3.00, 3.03))]})[0]
+    assert (open_pairs.verdict, "0 the other way" in open_pairs.measured) == (
+        *("holds at 2 of 6 pairs", True),
+    )
+    one = {name: values[:1] for name, values in LOSSES.items()}
+    assert [claim.verdict for claim in claims({"results": [made(**one)]})][:3] == [
+        *("does not hold", "holds (one seed)", "not settled: one seed"),
+    ]
     assert near.verdict == "holds"
     assert ahead.verdict == "holds at linear_elu"
     # slay is .105 from softmax, the others .5 and .54

@@ -110,6 +110,25 @@ def test_search_for_the_longest_context() -> None:
         assert search(lambda tokens, once=once: next(once)) == outcome  # type: ignore[misc]
 
 
+@pytest.mark.parametrize(
+    ("slay", "fused", "verdict"),
+    [
+        (30_000, 900, "holds"),
+        (30_000, 1001, "holds at softmax with its matrix written out"),
+        (23_000, 700, "not settled: 23× in 256 MiB"),
+        (1000, 2000, "does not hold"),
+    ],
+)
+def test_thirty_times_longer_is_thirty_times(slay: int, fused: int, verdict: str) -> None:
+    found = {
+        name: {"tokens": tokens, "ended": "memory"}
+        for name, tokens in (("slay", slay), (EXPLICIT, 1000), ("softmax", fused))
+    }
+    (claim,) = context_length.claims({"found": found, "limit_bytes": 2**28})
+    assert claim.verdict == verdict
+    assert f"({slay / fused:.1f}×), stopped by memory" in claim.measured
+
+
 @pytest.mark.slow
 def test_memory_really_ends_it() -> None:
     # 32 MiB for 8 heads: a matrix of 1,024 tokens takes as much

@@ -80,6 +80,11 @@ def test_tables_and_claims() -> None:
     assert verdicts == ["holds", "holds at softmax with its matrix written out", "holds"]
     slow = [claim.verdict for claim in claims(data(slay_ms=2.0, slay_mib=3.0))]
     assert slow == ["holds", "does not hold", "does not hold"]
+    # what decides stands in the claim
+    grows, memory, speed = claims(given)
+    assert "(2 is linear, 4 quadratic, 2.83 between them): slay 2.00" in grows.measured
+    assert "(10 times or more)" in memory.text
+    assert "(within 10 %)" in speed.text
     # fused softmax takes as much as ten times ours
     assert claims(data(slay_mib=0.09))[1].verdict == "holds"
 

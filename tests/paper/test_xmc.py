@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slayformer.errors import ConfigError, DataError
-from slayformer.paper.extreme_classification import SETTINGS, claims, measure, tables
+from slayformer.paper.extreme_classification import METRICS, SETTINGS, claims, measure, tables
 from slayformer.paper.xmc.data import Documents, Rows, read_documents, write_documents
 from slayformer.paper.xmc.experiment import epochs, has_omikuji, label_loss, make_batch
 from slayformer.paper.xmc.metrics import precision_at, propensities, scored_precision_at
@@ -257,6 +257,17 @@ def test_models_learn_what_the_words_say(tmp_path: Path) -> None:
     files[1].write_text("0 30 13\n")
     with pytest.raises(DataError, match=r"label_count 12, .* has 13: they are not of one set"):
         measured()
+
+
+def test_a_verdict_of_one_seed_says_so() -> None:
+    better = dict.fromkeys(METRICS, 0.5)
+    for count, told in ((1, " (one seed)"), (3, "")):
+        rows = [
+            {"method": method, "encoder": "mean", "scores": [scores] * count}
+            for method, scores in (("slay", better), ("performer", dict.fromkeys(METRICS, 0.4)))
+        ]
+        (claim,) = claims({"rows": rows, "seeds": count})
+        assert claim.verdict == f"holds{told}"
 
 
 def synset_line(offset: int, parent: int | None, gloss: str) -> str:
