@@ -132,6 +132,20 @@ def tokens_label(value: float, _position: object = None) -> str:
     return f"{value:g}"
 
 
+def positions_apart(rows: Sequence[Row]) -> tuple[list[str], list[list[float]]]:
+    """Return the labels of the positions that all rows have, and each row's loss there.
+
+    Losses are less the mean of all rows.
+    """
+    stretches = list(zip(*(row.loss_by_position for row in rows), strict=False))
+    labels = [stretch_label(same[0]) for same in stretches]
+    middle = [statistics.fmean(one["loss"] for one in same) for same in stretches]
+    return labels, [
+        [same[number]["loss"] - mean for same, mean in zip(stretches, middle, strict=True)]
+        for number in range(len(rows))
+    ]
+
+
 def positions(rows: Sequence[Row]) -> Figure:
     """Return each mechanism's loss by position in the context, less the mean of all.
 
@@ -141,15 +155,10 @@ def positions(rows: Sequence[Row]) -> Figure:
 
     figure = Figure(figsize=(9, 4.6), layout="constrained", dpi=150)
     axes = figure.subplots()
-    count = min(len(row.loss_by_position) for row in rows)
-    middle = [
-        statistics.fmean(row.loss_by_position[i]["loss"] for row in rows) for i in range(count)
-    ]
-    labels = [stretch_label(stretch) for stretch in rows[0].loss_by_position[:count]]
-    for number, row in enumerate(rows):
-        losses = [row.loss_by_position[i]["loss"] - middle[i] for i in range(count)]
+    labels, apart = positions_apart(rows)
+    for number, (row, losses) in enumerate(zip(rows, apart, strict=True)):
         axes.plot(
-            range(count),
+            range(len(labels)),
             losses,
             label=row.label,
             linewidth=1.8,
@@ -162,7 +171,7 @@ def positions(rows: Sequence[Row]) -> Figure:
         xlabel="position (tokens before the one predicted, less one)",
         ylabel="loss − mean of all (nats/token)",
     )
-    axes.set_xticks(range(count), labels)
+    axes.set_xticks(range(len(labels)), labels)
     axes.grid(alpha=0.25)
     figure.legend(loc="outside right center", fontsize=8)
     return figure

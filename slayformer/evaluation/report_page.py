@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 from importlib import resources
 from typing import Any
 
 from slayformer.evaluation.report import Report, Row
-from slayformer.evaluation.report_figure import mean_curve, stretch_label
+from slayformer.evaluation.report_figure import mean_curve, positions_apart
 from slayformer.evaluation.report_table import NOTHING, columns, detail_tables
 from slayformer.evaluation.runs import Run, differing_keys, dotted
 from slayformer.finite import strict_json
@@ -118,9 +117,7 @@ def _curve_series(report: Report, number: int, kind: str) -> dict[str, Any]:
 
 
 def _position_chart(report: Report) -> dict[str, Any]:
-    placed = report.placed
-    count = min(len(row.loss_by_position) for row in placed)
-    middle = [statistics.fmean(r.loss_by_position[i]["loss"] for r in placed) for i in range(count)]
+    labels, apart = positions_apart(report.placed)
     return {
         "id": "positions",
         "title": "Loss by position, less the mean of all",
@@ -128,15 +125,15 @@ def _position_chart(report: Report) -> dict[str, Any]:
         "ylabel": "loss − mean of all (nats/token)",
         "at": "position",
         "digits": 4,
-        "labels": [stretch_label(stretch) for stretch in placed[0].loss_by_position[:count]],
+        "labels": labels,
         "reference": {"label": "mean of all", "y": 0},
         "series": [
             {
                 "series": report.rows.index(row),
-                "mean": [(i, row.loss_by_position[i]["loss"] - middle[i]) for i in range(count)],
+                "mean": list(enumerate(losses)),
                 "seeds": [],
             }
-            for row in placed
+            for row, losses in zip(report.placed, apart, strict=True)
         ],
     }
 

@@ -13,7 +13,7 @@ import pytest
 
 from slayformer.errors import ConfigError
 from slayformer.evaluation.report import make_report, make_rows
-from slayformer.evaluation.report_figure import losses
+from slayformer.evaluation.report_figure import losses, positions_apart
 from slayformer.evaluation.report_files import write_report
 from slayformer.evaluation.report_table import latex, markdown, print_report
 from slayformer.evaluation.runs import Recall, Run, is_finished
@@ -196,6 +196,9 @@ def test_positions_and_recall_are_means_over_seeds(tmp_path: Path) -> None:
     files = write_report(tmp_path, report)
     slay, softmax = report.rows
     assert [stretch["loss"] for stretch in slay.loss_by_position] == [5.5, 2.5]
+    # less the means 4.75 and 3
+    assert positions_apart(report.placed) == (["0", "1"], [[0.75, -0.5], [-0.75, 0.5]])
+    assert "[[0, 0.75], [1, -0.5]]" in (tmp_path / "comparison.html").read_text(encoding="utf-8")
     assert (slay.recall, softmax.recall) == ({"4": 0.75, "64": pytest.approx(0.15)}, {})
     assert (slay.guarded_share, softmax.guarded_share) == (0.375, None)
     assert (slay.label, softmax.label) == ("slay", "softmax (control)")
