@@ -6,6 +6,7 @@ documents, so what seeds and documents have in common falls out of the differenc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -77,6 +78,7 @@ def by_document(ours: DocumentLosses, theirs: DocumentLosses) -> np.ndarray:
 def interval_half_width(difference_SD: np.ndarray) -> float | None:
     """Return half the width of the t interval around the mean of all, None for a single value.
 
+    NaN unless all are finite.
     Rows are seeds and columns documents, both drawn from many. The variance of the mean adds the
     mean squares of both, which errs on the wide side by the part they share, with Satterthwaite's
     degrees of freedom: Clark's min F' (1973, The language-as-fixed-effect fallacy). With three to
@@ -85,6 +87,8 @@ def interval_half_width(difference_SD: np.ndarray) -> float | None:
     """
     from scipy.special import stdtrit
 
+    if difference_SD.size > 1 and not np.isfinite(difference_SD).all():
+        return math.nan
     parts = []
     for axis in (0, 1):
         mean_N = difference_SD.mean(axis=axis)
