@@ -22,24 +22,26 @@ from slayformer.registry import register_attention
 class SoftmaxChunkFactorConfig(AttentionConfig):
     """Far are keys of earlier chunks, or those `chunk_size` positions back and more (`window`).
 
-    Chunks are stretches of `chunk_size` positions, counted from the document's start.
+    Chunks are stretches of `chunk_size` positions, counted from the document's start. The learned
+    factor starts at `far_factor`.
     """
 
     chunk_size: int = positive()
     local: str = one_of("chunk", "window", default="chunk")
+    far_factor: float = positive(default=1.0)
 
 
 @register_attention("softmax_chunk_factor", SoftmaxChunkFactorConfig)
 class SoftmaxChunkFactorAttention(QuadraticAttention):
-    """softmax(q·k/√D + f_h [key is far]), the log factor f_h starting at 0."""
+    """softmax(q·k/√D + f_h [key is far]), with a learned log factor f_h."""
 
     normalization = "softmax"
     control = True
 
     def __init__(self, config: SoftmaxChunkFactorConfig, **sizes: Any) -> None:
         super().__init__(config, **sizes)
-        start = torch.zeros(self.num_heads, 1, 1)
-        self.log_far_factor = mechanism_parameter(start, SCALAR_LEARNING_RATE)
+        start = torch.full((self.num_heads, 1, 1), config.far_factor)
+        self.log_far_factor = mechanism_parameter(start.log(), SCALAR_LEARNING_RATE)
 
     def scores(self, q_BHTD: Tensor, k_BHSD: Tensor) -> Tensor:
         """Return q·k/√D."""

@@ -184,8 +184,7 @@ def test_yat_spherical(qkv):
 @pytest.mark.parametrize("local", ["chunk", "window"])
 def test_softmax_chunk_factor(qkv, local):
     q, k, v = qkv
-    attention = build("softmax_chunk_factor", chunk_size=16, local=local).double()
-    torch.nn.init.constant_(attention.log_far_factor, math.log(0.3))
+    attention = build("softmax_chunk_factor", chunk_size=16, local=local, far_factor=0.3).double()
     place = torch.arange(LENGTH)
     near = place[:, None] // 16 == place // 16
     if local == "window":
