@@ -18,10 +18,14 @@ LARGEST_SCORE = 40.0
 
 @dataclass(frozen=True)
 class NearKernel(ABC):
-    """A kernel of two sets of vectors through their inner products."""
+    """`scale` times a kernel of two sets of vectors through their inner products.
+
+    `scale` is a number, or one a head, [H, 1, 1].
+    """
 
     query_BHTD: Tensor
     key_BHSD: Tensor
+    scale: Tensor | float
 
     def vectors(self) -> tuple[Tensor, Tensor]:
         """Return the vectors of both sides whose inner products count."""
@@ -39,10 +43,9 @@ class NearKernel(ABC):
 
 @dataclass(frozen=True)
 class NearYat(NearKernel):
-    """`scale` times the spherical Yat kernel of q and k; `epsilon` may be one a head."""
+    """The spherical Yat kernel of q and k; `epsilon` may be one a head."""
 
     epsilon: Tensor | float
-    scale: Tensor
 
     def vectors(self) -> tuple[Tensor, Tensor]:
         return unit(self.query_BHTD), unit(self.key_BHSD)
@@ -56,4 +59,4 @@ class NearExponential(NearKernel):
     """e^s of the inner products s."""
 
     def of(self, products_BHTS: Tensor) -> Tensor:
-        return products_BHTS.clamp(max=LARGEST_SCORE).exp()
+        return products_BHTS.clamp(max=LARGEST_SCORE).exp() * self.scale

@@ -19,7 +19,7 @@ from slayformer.attention.base import SCALAR_LEARNING_RATE, generator, mechanism
 from slayformer.attention.features import Dense, Features, Kronecker
 from slayformer.attention.kernels import fitted_quadrature, gauss_laguerre, unit
 from slayformer.attention.linear import LinearAttention
-from slayformer.attention.near import NearKernel, NearYat
+from slayformer.attention.near import NearExponential, NearKernel, NearYat
 from slayformer.attention.polynomial import (
     POLYNOMIALS,
     PolynomialMap,
@@ -64,9 +64,11 @@ class SlayConfig(AttentionConfig):
     nodes: int = positive()
     # ω, anchors and log weights become parameters
     trainable: bool = False
-    # exact kernel for near pairs: `chunk`, same stretch of `local_size`; `window`, less apart
+    # kernel for near pairs: `chunk`, same stretch of `local_size`; `window`, less apart
     local: str = one_of("none", "chunk", "window")
     local_size: int = positive()
+    # the exact spherical Yat kernel, or softmax's e^{q·k/√D}
+    local_kernel: str = one_of("yat", "softmax", default="yat")
     # start of the learned factor on far pairs, one a head
     far_scale: float = positive()
     # signed maps: `guard` gives a row its own v where the normaliser is not clearly positive, and
@@ -94,6 +96,9 @@ class SlayConfig(AttentionConfig):
         if self.learnable_epsilon and self.local == "none":
             hint = "only the exact kernel of near pairs has an ε to learn; set local"
             raise ConfigError("attention.learnable_epsilon", True, hint)
+        if self.learnable_epsilon and self.local_kernel == "softmax":
+            hint = "softmax has no ε; only local_kernel=yat has one to learn"
+            raise ConfigError("attention.learnable_epsilon", True, hint)
         if self.local != "none" and not self.is_positive():
             hint = "needs features that are never negative beside the exact kernel"
             raise ConfigError("attention.local", self.local, hint)
@@ -117,7 +122,7 @@ class SlayConfig(AttentionConfig):
             if self.polynomial in ("exact", "learned_quadratic"):
                 unused["trainable"] = f"{fusion} and {polynomial}"
         if self.local == "none":
-            unused |= dict.fromkeys(("local_size", "far_scale"), "local=none")
+            unused |= dict.fromkeys(("local_size", "local_kernel", "far_scale"), "local=none")
         if self.is_positive():
             unused["denominator"] = "features that are never negative"
         return unused
@@ -274,6 +279,8 @@ class SlayAttention(LinearAttention):
             joined = joined.scaled(self._single_weight() ** 0.5)
         if config.local == "none":
             return joined
+        if config.local_kernel != "yat":
+            return None
         return replace(
             joined,
             near_epsilon=rest[1] if config.learnable_epsilon else config.epsilon,
@@ -304,12 +311,14 @@ class SlayAttention(LinearAttention):
         return Dense(sketch_product(shared @ sketches[0], per_node @ sketches[1]).flatten(-2))
 
     def near_kernel(self, q_BHTD: Tensor, k_BHSD: Tensor, *tensors: Tensor) -> NearKernel:
-        """Return the exact spherical Yat kernel, on the scale of the features."""
+        """Return the exact spherical Yat kernel, or softmax's, on the scale of the features."""
         epsilon: Tensor | float = self.config.epsilon
         scale = tensors[-1]
+        if self.config.local_kernel == "softmax":
+            return NearExponential(q_BHTD * self.head_dim**-0.5, k_BHSD, scale)
         if self.config.learnable_epsilon:
             scale, epsilon = tensors[-2:]
-        return NearYat(q_BHTD, k_BHSD, epsilon, scale)
+        return NearYat(q_BHTD, k_BHSD, scale, epsilon)
 
     def feature_flops(self) -> int:
         """Return the FLOPs of one vector's features in one head, as far as they are formed."""

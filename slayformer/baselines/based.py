@@ -60,7 +60,7 @@ class BasedAttention(LinearAttention):
 
     def near_kernel(self, q_BHTD: Tensor, k_BHSD: Tensor, *tensors: Tensor) -> NearKernel:
         """Return e^s."""
-        return NearExponential(q_BHTD @ tensors[0], k_BHSD @ tensors[1])
+        return NearExponential(q_BHTD @ tensors[0], k_BHSD @ tensors[1], 1.0)
 
     def feature_flops(self) -> int:
         """Return the projection and the products."""

@@ -57,6 +57,7 @@ MORE_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "exact": ("slay_exact_poly", {}),
     "hadamard": ("slay_hadamard", {"local": "chunk"}),
     "laplace": ("slay_laplace", {"local": "chunk", "local_size": 16}),
+    "softmax near": ("slay_best", {"local_kernel": "softmax", "local_size": 20}),
     "long stretches": ("slay_best", {"local_size": 100}),
     "linear_elu": ("linear_elu", {}),
     "performer": ("performer", {}),

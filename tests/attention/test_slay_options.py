@@ -36,6 +36,7 @@ CHOICES: dict[str, list[Any]] = {
     "trainable": [False, True],
     "local": ["none", "chunk", "window"],
     "denominator": ["guard", "paper"],
+    "local_kernel": ["yat", "softmax"],
     "learnable_epsilon": [False, True],
 }
 
@@ -157,6 +158,7 @@ def test_pairwise_leaves_out_only_what_validation_refuses():
     assert not is_allowed(fusion="tensor", sketch_features=8)
     assert not is_allowed(polynomial="tensor_sketch", local="chunk")
     assert not is_allowed(learnable_epsilon=True)
+    assert not is_allowed(learnable_epsilon=True, local="chunk", local_kernel="softmax")
     with pytest.raises(ConfigError, match="anchor, nystrom"):
         options(polynomial="exact", fusion="hadamard")
 
@@ -249,9 +251,15 @@ def test_decode_remembers_a_fixed_number_of_keys():
     assert state.recent.position_BW.tolist() == [list(range(49, 55))]
 
 
-def test_far_scores_of_x_squared_are_the_kernels_first_node_times_the_far_scale():
+@pytest.mark.parametrize("kernel", ["yat", "softmax"])
+def test_far_scores_of_x_squared_are_the_kernels_first_node_times_the_far_scale(kernel):
     config = options(
-        polynomial="exact", fusion="polynomial_only", local="window", far_scale=0.3, epsilon=0.01
+        polynomial="exact",
+        fusion="polynomial_only",
+        local="window",
+        local_kernel=kernel,
+        far_scale=0.3,
+        epsilon=0.01,
     )
     attention = build(config).double()
     q, k = torch.randn(2, 1, 2, 9, 6, dtype=torch.float64)
@@ -265,4 +273,5 @@ def test_far_scores_of_x_squared_are_the_kernels_first_node_times_the_far_scale(
     # far ones as they are, near ones divided by the far scale
     torch.testing.assert_close(phi_q @ phi_k.mT, x**2 / 2.01, rtol=1e-6, atol=1e-6)
     near = attention.near_scores(q, k, *tensors)
-    torch.testing.assert_close(0.3 * near, x**2 / (2.01 - 2 * x), rtol=1e-6, atol=1e-6)
+    exact = x**2 / (2.01 - 2 * x) if kernel == "yat" else torch.exp(q @ k.mT / 6**0.5)
+    torch.testing.assert_close(0.3 * near, exact, rtol=1e-6, atol=1e-6)

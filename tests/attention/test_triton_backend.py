@@ -58,6 +58,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "trainable": True,
         },
     ),
+    "softmax near": (
+        "slay_best",
+        {"polynomial_features": 30, "block_width": 5, "local_kernel": "softmax", "local_size": 20},
+    ),
     "block_quadratic": ("slay_block_quadratic", {"polynomial_features": 40}),
     "laplace": ("slay_laplace", {"exponential_features": 8, "local": "chunk", "local_size": 16}),
     "based": ("based", {"projected_width": 4, "window": 20}),

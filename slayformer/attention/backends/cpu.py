@@ -132,13 +132,13 @@ def _mapped(
     epsilon, near_scale, near_kind = None, None, engine.NO_KERNEL
     heads = q.shape[1]
     if isinstance(near, NearYat):
-        epsilon, near_scale = per_head(near.epsilon, heads), per_head(near.scale, heads)
-        near_kind = engine.YAT
+        epsilon, near_kind = per_head(near.epsilon, heads), engine.YAT
     elif isinstance(near, NearExponential):
         near_kind = engine.EXPONENTIAL
     elif near is not None:
         raise NotCovered(type(near).__name__)
     if near is not None:
+        near_scale = per_head(near.scale, heads)
         query_BHTD, key_BHSD = near.vectors()
         queries, keys = [*queries, query_BHTD], [*keys, key_BHSD]
     call = Call(

@@ -111,6 +111,7 @@ def _sides(walk: Walk) -> Callable[..., Sides]:
                 near="exponential",
                 near_query=with_last_stride_1(near.query_BHTD),
                 near_key=with_last_stride_1(near.key_BHSD),
+                near_scale=per_head(near.scale, heads, q.device),
             )
         if not isinstance(near, NearYat):
             raise NotCovered(type(near).__name__)

@@ -156,7 +156,7 @@ def near_scores_of(s, epsilon, scale, NEAR: tl.constexpr):
         slope = tl.where(s > 1.0, 0.0, scale * 2.0 * x * (2.0 + epsilon - x) * inverse * inverse)
         return score, slope, score * inverse
     else:
-        score = tl.exp(tl.minimum(s, LARGEST_SCORE))
+        score = scale * tl.exp(tl.minimum(s, LARGEST_SCORE))
         return score, tl.where(s > LARGEST_SCORE, 0.0, score), score
 
 

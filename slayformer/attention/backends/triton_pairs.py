@@ -9,7 +9,6 @@ from slayformer.attention.backends.triton_math import (
     FACTOR,
     LINEAR,
     NO_KERNEL,
-    YAT,
     columns_of,
     inverse_norms,
     is_near,
@@ -277,8 +276,7 @@ def pairs_backward(
         if not IS_KEY:
             at = head * tl.num_programs(0) + number
             tl.store(d_epsilon + at, -tl.sum(d_eps, 0))
-            if NEAR == YAT:
-                tl.store(d_near_scale + at, tl.sum(d_scale, 0) / tl.load(near_scale + h))
+            tl.store(d_near_scale + at, tl.sum(d_scale, 0) / tl.load(near_scale + h))
     if IS_KEY:
         at = d_value + place[:, None] * E + e[None, :]
         tl.store(at, d_v, mask=own_mask[:, None] & (e < E)[None, :])

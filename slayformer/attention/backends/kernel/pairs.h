@@ -44,10 +44,8 @@ class Pairs {
  public:
   Pairs(const Problem& problem, const Map& map, Index b, Index h)
       : problem_(problem), map_(map), b_(b), h_(h) {
-    if (problem.near_kind == YAT) {
-      c_ = 2.0f + problem.epsilon[h];
-      scale_ = problem.near_scale[h];
-    }
+    if (problem.near_kind == YAT) c_ = 2.0f + problem.epsilon[h];
+    if (problem.near_kind != NO_KERNEL) scale_ = problem.near_scale[h];
   }
 
   // add what `keys` give `queries`
@@ -250,7 +248,7 @@ class Pairs {
   Vector kernel(Vector x) const {
     if (problem_.near_kind == EXPONENTIAL) {
       const Vector largest = splat(LARGEST_SCORE);
-      return exponential(x < largest ? x : largest);
+      return exponential(x < largest ? x : largest) * scale_;
     }
     // rounding above 1 counts as 1
     const Vector one = splat(1.0f);
