@@ -37,8 +37,8 @@ OTHER_RANKS_WAIT_S = 5
 CONFIGURATIONS = Path(__file__).resolve().parent.parent / "configs"
 # apart, because there `data` and `attention` are plain options and not groups of train.py
 COMMANDS = CONFIGURATIONS / "commands"
-# what a process does at its exit, unless an exception has ended its command
-after_success: list[Callable[[], None]] = []
+# what is registered with atexit and must not be done after an exception has ended the command
+only_after_success: list[Callable[[], None]] = []
 
 
 def entry_point(main: Callable[[], Any]) -> None:
@@ -53,10 +53,12 @@ def entry_point(main: Callable[[], Any]) -> None:
     try:
         try:
             main()
+        except BaseException:
+            for task in only_after_success:
+                atexit.unregister(task)
+            raise
         finally:
             sys.stdout.flush()
-        while after_success:
-            atexit.register(after_success.pop())
     except BrokenPipeError:
         # the reader, `head` for example, has seen enough; nothing is left to flush at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -402,3 +402,24 @@ def test_a_run_goes_on_with_its_own_options(tmp_path: Path) -> None:
     file.write_text("seed: [")
     with pytest.raises(UserError, match=r"config\.yaml cannot be read"):
         own_options([place, "resume=auto"])
+
+
+@pytest.mark.parametrize(("last", "shut_down"), [("", True), ("raise ValueError", False)])
+def test_process_groups_are_shut_down_at_the_exit_unless_the_command_failed(
+    last: str, shut_down: bool
+) -> None:
+    program = f"""
+import atexit
+import torch.distributed as dist
+atexit.register(lambda: print("shut down:", not dist.is_initialized()))
+from slayformer.cli import entry_point
+from slayformer.training import distributed
+
+def main():
+    distributed.initialize()
+    {last or "pass"}
+
+entry_point(main) if {bool(last)} else main()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == f"shut down: {shut_down}\n", done.stderr

@@ -5,6 +5,7 @@ All of it also works without torch.distributed: then the world is this process a
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slayformer.cli import LAUNCHER_VARIABLES, after_success
+from slayformer.cli import LAUNCHER_VARIABLES, only_after_success
 from slayformer.cores import usable_cores
 from slayformer.errors import UserError
 from slayformer.training.watch import mark
@@ -69,8 +70,9 @@ def initialize(timeout_s: float = 1800) -> None:
             # deepspeed reads these; a store in memory needs no port
             os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        # nccl waits in it for every rank: never where one may have failed
-        after_success.append(_shut_down)
+        # without it gloo's threads may abort the exit; nccl waits in it for every rank
+        atexit.register(_shut_down)
+        only_after_success.append(_shut_down)
     # while it connects nothing takes long
     with _failures_told():
         group = dist.new_group(backend="gloo", timeout=_timeout)
