@@ -106,6 +106,17 @@ def to_plain(config: Any) -> dict[str, Any]:
     return plain  # type: ignore[return-value]
 
 
+def dotted(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return every value of nested dictionaries by its dotted key."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat |= dotted(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
 def _typed(schema: type[Any], values: dict[str, Any], prefix: str) -> Any:
     """Build dataclass `schema` from `values`; `prefix` leads the field names in errors."""
     _refuse_unknown_keys(schema, values, prefix)

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from slayformer.cli import quoted
-from slayformer.config_loading import to_plain
+from slayformer.config_loading import dotted, to_plain
 from slayformer.errors import ConfigError, UserError
 from slayformer.evaluation.cells import Cell, train_cells, training_cell
-from slayformer.evaluation.runs import differing_keys, dotted
+from slayformer.evaluation.runs import differing_keys
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override

@@ -7,10 +7,11 @@ import math
 from importlib import resources
 from typing import Any
 
+from slayformer.config_loading import dotted
 from slayformer.evaluation.report import Report, Row
 from slayformer.evaluation.report_figure import mean_curve, positions_apart
 from slayformer.evaluation.report_table import NOTHING, columns, detail_tables
-from slayformer.evaluation.runs import Run, differing_keys, dotted
+from slayformer.evaluation.runs import Run, differing_keys
 from slayformer.finite import strict_json
 
 # of the picture of an interval, in its own units

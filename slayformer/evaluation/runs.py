@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from slayformer.config_loading import dotted, to_plain
 from slayformer.errors import UserError
 from slayformer.evaluation.document_losses import DocumentLosses, read_document_losses
 
@@ -204,7 +205,6 @@ def changed_options(run: Run | Recall) -> list[str]:
     What computes it counts as none, and so does what only one of them has, being of another
     version. A mechanism without such a file has none.
     """
-    from slayformer.config_loading import to_plain
     from slayformer.presets import load_preset, preset_names
 
     name = own_mechanism(run)
@@ -241,14 +241,3 @@ def differing_keys(configs: Iterable[dict[str, Any]]) -> list[str]:
                 seen = values.setdefault(key, [])
                 seen += [] if value in seen else [value]
     return [key for key, seen in values.items() if len(seen) > 1]
-
-
-def dotted(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return every value of nested dictionaries by its dotted key."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            flat |= dotted(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat

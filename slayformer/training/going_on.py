@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from slayformer.config import TrainConfig
-from slayformer.config_loading import to_plain
+from slayformer.config_loading import dotted, to_plain
 from slayformer.data.prepare import PreparedData
 from slayformer.data.tokenizer import vocabulary_size
 from slayformer.errors import CheckpointError
@@ -27,7 +27,7 @@ def check_fits(path: Path, config: TrainConfig, plan: Plan, data: PreparedData) 
             f"{path} has no {OPTIMIZER}: an earlier version wrote it; its weights can still be used"
         )
     for field in ("model", "attention", "tokenizer", "seed"):
-        before, now = (_flat({field: plain[field]}) for plain in (saved, asked))
+        before, now = (dotted({field: plain[field]}) for plain in (saved, asked))
         if before.get(f"{field}.name") != now.get(f"{field}.name"):
             # options of two mechanisms cannot be set against each other
             before, now = ({field: options[f"{field}.name"]} for options in (before, now))
@@ -85,20 +85,10 @@ def _why_never(
 
 def changed_settings(path: Path, config: TrainConfig) -> list[str]:
     """Return `field before -> now` for what `config` has changed since checkpoint `path`."""
-    before, now = _flat(to_plain(read_config(path))), _flat(to_plain(config))
+    before, now = dotted(to_plain(read_config(path))), dotted(to_plain(config))
     ignored = {"run_directory", "resume", "dry_run", "initial_weights"}
     return [
         f"{field} {before.get(field)} -> {now.get(field)}"
         for field in sorted(before.keys() | now.keys())
         if field not in ignored and before.get(field) != now.get(field)
     ]
-
-
-def _flat(plain: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in plain.items():
-        if isinstance(value, dict):
-            flat.update(_flat(value, f"{prefix}{key}."))
-        else:
-            flat[prefix + key] = value
-    return flat
