@@ -9,6 +9,7 @@ Shape suffixes: H heads, D head width, F columns of the product.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -43,9 +44,12 @@ class Projection:
     weight_HDF: Tensor
     bias_HF: Tensor
     columns: tuple[Columns, ...]
-    # of the spherical Yat kernel of near pairs, if there is one
-    near_epsilon: Tensor | float | None = None
+    # near pairs' kernel, if they have one: the spherical Yat kernel with near_epsilon, or e to
+    # near_factor times q·k
+    near: Literal["yat", "exponential"] | None = None
     near_scale: Tensor | float = 1.0
+    near_epsilon: Tensor | float = 0.0
+    near_factor: float = 1.0
 
     def scaled(self, factor: float) -> Projection:
         """Return the projection whose features are `factor` times these."""

@@ -279,13 +279,11 @@ class SlayAttention(LinearAttention):
             joined = joined.scaled(self._single_weight() ** 0.5)
         if config.local == "none":
             return joined
-        if config.local_kernel != "yat":
-            return None
-        return replace(
-            joined,
-            near_epsilon=rest[1] if config.learnable_epsilon else config.epsilon,
-            near_scale=rest[0],
-        )
+        if config.local_kernel == "softmax":
+            factor = self.head_dim**-0.5
+            return replace(joined, near="exponential", near_scale=rest[0], near_factor=factor)
+        epsilon = rest[1] if config.learnable_epsilon else config.epsilon
+        return replace(joined, near="yat", near_scale=rest[0], near_epsilon=epsilon)
 
     def _single_weight(self) -> float:
         """Return 1/C, the weight of one node at s = 0."""

@@ -20,6 +20,7 @@ from slayformer.attention.walk import Walk
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 KINDS = {"squares": engine.SQUARES, "linear": engine.LINEAR, "factor": engine.FACTOR}
+NEAR = {None: engine.NO_KERNEL, "yat": engine.YAT, "exponential": engine.EXPONENTIAL}
 
 
 class NotCovered(Exception):
@@ -87,15 +88,17 @@ def _projected(
 ) -> tuple[Tensor, Tensor]:
     """Walk with factors that compiled code makes."""
     layout = tuple((KINDS[part.kind], part.block) for part in projection.columns)
-    epsilon, near_scale, near_kind = None, None, engine.NO_KERNEL
+    epsilon, near_scale, near_kind = None, None, NEAR[projection.near]
     heads = q.shape[1]
-    if projection.near_epsilon is not None:
-        epsilon, near_kind = per_head(projection.near_epsilon, heads), engine.YAT
+    if projection.near is not None:
         near_scale = per_head(projection.near_scale, heads)
+    if projection.near == "yat":
+        epsilon = per_head(projection.near_epsilon, heads)
     call = Call(
         walk=walk,
         layout=_checked(layout),
         near_kind=near_kind,
+        near_factor=projection.near_factor,
         offset_H=None if offset is None else constant(offset, heads),
         columns=projection.columns,
     )
@@ -145,6 +148,7 @@ def _mapped(
         walk=walk,
         layout=_checked(layout),
         near_kind=near_kind,
+        near_factor=1.0,
         offset_H=None if offset is None else constant(offset, heads),
         columns=None,
     )

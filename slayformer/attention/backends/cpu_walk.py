@@ -35,6 +35,8 @@ class Call:
     walk: Walk
     layout: Layout
     near_kind: int
+    # what multiplies the exponential kernel's inner products
+    near_factor: float
     # of the normaliser; None: both sums are wanted, not their quotient
     offset_H: Tensor | None
     # what becomes of the product's columns; None: the factors are given
@@ -79,6 +81,7 @@ class Pass:
             is_quotient=call.offset_H is not None,
             parts=len(call.layout),
             near_kind=call.near_kind,
+            near_factor=call.near_factor,
             near_size=walk.local_size,
             near_rule=engine.SAME_STRETCH if walk.local == "chunk" else engine.CLOSER,
             value=Rows.of(value),

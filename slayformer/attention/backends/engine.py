@@ -54,6 +54,7 @@ class Problem(Structure):
         ("part", Part * MOST_PARTS),
         *_fields(c_void_p, "query_projection key_projection"),
         *_fields(c_int64, "near_kind near_rule near_size near_width"),
+        ("near_factor", c_double),
         *_fields(Rows, "near_query near_key d_near_query d_near_key"),
         *_fields(c_void_p, "epsilon near_scale offset d_epsilon d_near_scale"),
         *_fields(Rows, "value d_value output d_output normaliser d_normaliser"),

@@ -46,6 +46,7 @@ class Pairs {
       : problem_(problem), map_(map), b_(b), h_(h) {
     if (problem.near_kind == YAT) c_ = 2.0f + problem.epsilon[h];
     if (problem.near_kind != NO_KERNEL) scale_ = problem.near_scale[h];
+    factor_ = static_cast<float>(problem.near_factor);
   }
 
   // add what `keys` give `queries`
@@ -248,6 +249,7 @@ class Pairs {
   Vector kernel(Vector x) const {
     if (problem_.near_kind == EXPONENTIAL) {
       const Vector largest = splat(LARGEST_SCORE);
+      x *= factor_;
       return exponential(x < largest ? x : largest) * scale_;
     }
     // rounding above 1 counts as 1
@@ -259,19 +261,20 @@ class Pairs {
   // leaves the near scores in `out`
   void near_backward(const Queries& queries, const Keys& keys, Index start, float* out) {
     near_products(queries, keys, start);
-    const Vector limit = splat(problem_.near_kind == YAT ? 1.0f : LARGEST_SCORE);
+    const Vector one = splat(1.0f), largest = splat(LARGEST_SCORE);
     Vector d_epsilon{}, d_scale{};
     each_near(queries.count, [&](Index at) {
       const Vector x = load(products_ + at), score = kernel(x);
-      Vector d_score = load(d_scores_ + at), slope = score;
+      Vector d_score = load(d_scores_ + at), slope{};
       if (nearness_ == MIXED) d_score *= load(near_ + at);
       if (problem_.near_kind == YAT) {
-        const Vector inverse = 1.0f / (c_ - 2.0f * (x < limit ? x : limit));
-        slope = 2.0f * scale_ * x * inverse * (1.0f + x * inverse);
+        const Vector inverse = 1.0f / (c_ - 2.0f * (x < one ? x : one));
+        slope = x <= one ? 2.0f * scale_ * x * inverse * (1.0f + x * inverse) : Vector{};
         d_epsilon -= d_score * score * inverse;
+      } else {
+        slope = x * factor_ <= largest ? score * factor_ : Vector{};
       }
       d_scale += d_score * score;
-      slope = x <= limit ? slope : Vector{};
       store(out + at, score);
       store(products_ + at, d_score * slope);
     });
@@ -348,7 +351,7 @@ class Pairs {
   const Problem& problem_;
   const Map& map_;
   const Index b_, h_;
-  float c_ = 0, scale_ = 1;
+  float c_ = 0, scale_ = 1, factor_ = 1;
   double d_epsilon_ = 0, d_scale_ = 0;
   Nearness nearness_ = FAR;
   bool is_masked_ = false;

@@ -68,6 +68,8 @@ struct Problem {
   Part part[MOST_PARTS];
   const Projection *query_projection, *key_projection;
   Index near_kind, near_rule, near_size, near_width;
+  // what multiplies the inner products of the exponential kernel
+  double near_factor;
   Rows near_query, near_key, d_near_query, d_near_key;
   // one a head; gradients: one a head and stretch
   const float *epsilon, *near_scale, *offset;

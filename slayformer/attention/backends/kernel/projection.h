@@ -6,13 +6,16 @@
 
 namespace slay {
 
-// A row of factors holds the activations and, if wanted, û behind them; `ld` apart.
+// What stands behind the activations in a row of factors: nothing, û, or x.
+enum class Behind { NOTHING, UNIT, VECTOR };
+
+// A row of factors holds the activations and what is wanted behind them; rows lie `ld` apart.
 class Projector {
  public:
-  Projector(const Projection& projection, bool has_unit, Index ld, Index most_tokens,
+  Projector(const Projection& projection, Behind behind, Index ld, Index most_tokens,
             bool is_backward)
       : p_(projection),
-        has_unit_(has_unit),
+        behind_(behind),
         ld_(ld),
         ldu_(padded(projection.width)),
         ldz_(padded(projection.columns)),
@@ -62,8 +65,7 @@ class Projector {
       for (Index i = 0; i < some; ++i) {
         float* row = rows + (done + i) * ld_;
         activate(product_ + (place + i) * ldz_, row);
-        for (Index j = 0; has_unit_ && j < ldu_; j += LANES)
-          store(row + p_.outputs + j, load(unit_ + (place + i) * ldu_ + j));
+        put_behind(first + done + i, unit_ + (place + i) * ldu_, row + p_.outputs);
       }
     }
   }
@@ -197,27 +199,44 @@ class Projector {
     for (Index j = 0; j < ldz_; j += LANES) store(d_bias_ + j, load(d_bias_ + j) + load(d + j));
   }
 
-  // dx = (dû − û (û·dû))/‖x‖
-  void put_d_x(Index t, Index i, Index place, const float* d_unit, bool is_added) const {
+  void put_behind(Index t, const float* unit, float* to) const {
+    if (behind_ == Behind::UNIT) {
+      for (Index j = 0; j < ldu_; j += LANES) store(to + j, load(unit + j));
+    } else if (behind_ == Behind::VECTOR && p_.is_bf16) {
+      put_vector(p_.x.at<uint16_t>(b_, h_, t), to);
+    } else if (behind_ == Behind::VECTOR) {
+      put_vector(p_.x.at<float>(b_, h_, t), to);
+    }
+  }
+
+  template <class T>
+  void put_vector(const T* __restrict x, float* __restrict to) const {
+    for (Index j = 0; j < p_.width; ++j) to[j] = to_float(x[j]);
+    for (Index j = p_.width; j < ldu_; ++j) to[j] = 0.0f;
+  }
+
+  // dx = (dû − û (û·dû))/‖x‖, and what stands behind the activations adds its own
+  void put_d_x(Index t, Index i, Index place, const float* d_behind, bool is_added) const {
     float* d = d_unit_ + i * ldu_;
     const float* u = unit_ + place * ldu_;
     Vector products{};
     for (Index j = 0; j < ldu_; j += LANES) {
       // û is 0 behind its columns
-      if (has_unit_) store(d + j, load(d + j) + load(d_unit + j));
+      if (behind_ == Behind::UNIT) store(d + j, load(d + j) + load(d_behind + j));
       products += load(d + j) * load(u + j);
     }
     const float along = sum(products), inverse = inverse_[place];
     float* to = p_.d_x.at<float>(b_, h_, t);
     prefetch<true>(to + ROWS_AHEAD * p_.d_x.token, p_.width);
     for (Index j = 0; j < p_.width; ++j) {
-      const float x = (d[j] - u[j] * along) * inverse;
+      float x = (d[j] - u[j] * along) * inverse;
+      if (behind_ == Behind::VECTOR) x += d_behind[j];
       to[j] = is_added ? to[j] + x : x;
     }
   }
 
   const Projection& p_;
-  const bool has_unit_;
+  const Behind behind_;
   const Index ld_, ldu_, ldz_;
   // products kept of the tokens from first_ on
   const Index kept_tokens_;

@@ -180,10 +180,12 @@ class Tokens {
   }
 
   void make_projectors(bool is_backward) {
-    const bool has_near = problem_.near_kind != NO_KERNEL;
-    ld_rows_ = padded(problem_.query_projection->outputs + (has_near ? ldn_ : 0));
+    const Behind near = problem_.near_kind == YAT           ? Behind::UNIT
+                        : problem_.near_kind == EXPONENTIAL ? Behind::VECTOR
+                                                            : Behind::NOTHING;
+    ld_rows_ = padded(problem_.query_projection->outputs + (near == Behind::NOTHING ? 0 : ldn_));
     auto make = [&](const Projection* projection, Index most) {
-      return std::make_unique<Projector>(*projection, has_near, ld_rows_, most, is_backward);
+      return std::make_unique<Projector>(*projection, near, ld_rows_, most, is_backward);
     };
     query_projector_ = make(problem_.query_projection, problem_.chunk);
     key_projector_ = make(problem_.key_projection, most_keys_);
