@@ -6,6 +6,7 @@ E head width of v.
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -126,6 +127,15 @@ def mechanism_parameter(value: Tensor, learning_rate_scale: float) -> nn.Paramet
 # for maps and directions, and for the few numbers a head has of a kind
 MAP_LEARNING_RATE = 2.0
 SCALAR_LEARNING_RATE = 5.0
+
+
+def log_spread(first: float, last: float | None, heads: int) -> Tensor:
+    """Return logs of numbers from `first` to `last` in equal ratios, [H, 1, 1].
+
+    `last` None stands for `first`.
+    """
+    end = first if last is None else last
+    return torch.linspace(math.log(first), math.log(end), heads)[:, None, None]
 
 
 def generator(seed: int) -> torch.Generator:

@@ -15,7 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slayformer.attention.base import SCALAR_LEARNING_RATE, generator, mechanism_parameter
+from slayformer.attention.base import (
+    SCALAR_LEARNING_RATE,
+    generator,
+    log_spread,
+    mechanism_parameter,
+)
 from slayformer.attention.features import Dense, Features, Kronecker
 from slayformer.attention.kernels import fitted_quadrature, gauss_laguerre, unit
 from slayformer.attention.linear import LinearAttention
@@ -69,8 +74,10 @@ class SlayConfig(AttentionConfig):
     local_size: int = positive()
     # the exact spherical Yat kernel, or softmax's e^{q·k/√D}
     local_kernel: str = one_of("yat", "softmax", default="yat")
-    # start of the learned factor on far pairs, one a head
+    # start of the learned factor on far pairs: of the first head and (null: the same) of the last,
+    # in equal ratios between
     far_scale: float = positive()
+    last_far_scale: float | None = positive(None)
     # signed maps: `guard` gives a row its own v where the normaliser is not clearly positive, and
     # counts such rows; `paper` divides by whatever comes
     denominator: str = one_of("guard", "paper")
@@ -122,7 +129,8 @@ class SlayConfig(AttentionConfig):
             if self.polynomial in ("exact", "learned_quadratic"):
                 unused["trainable"] = f"{fusion} and {polynomial}"
         if self.local == "none":
-            unused |= dict.fromkeys(("local_size", "local_kernel", "far_scale"), "local=none")
+            names = ("local_size", "local_kernel", "far_scale", "last_far_scale")
+            unused |= dict.fromkeys(names, "local=none")
         if self.is_positive():
             unused["denominator"] = "features that are never negative"
         return unused
@@ -152,8 +160,8 @@ class SlayAttention(LinearAttention):
             self.guard_floor = GUARD_SHARE / (2 * self.head_dim)
         if config.local != "none":
             self.local, self.local_size = config.local, config.local_size
-            scale = torch.full((self.num_heads, 1, 1), config.far_scale)
-            self.log_far_scale = mechanism_parameter(scale.log(), SCALAR_LEARNING_RATE)
+            start = log_spread(config.far_scale, config.last_far_scale, self.num_heads)
+            self.log_far_scale = mechanism_parameter(start, SCALAR_LEARNING_RATE)
         if config.learnable_epsilon:
             start = torch.full((self.num_heads, 1, 1), config.epsilon)
             self.log_epsilon = mechanism_parameter(start.log(), SCALAR_LEARNING_RATE)

@@ -9,10 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from slayformer.attention.base import SCALAR_LEARNING_RATE, mechanism_parameter
+from slayformer.attention.base import SCALAR_LEARNING_RATE, log_spread, mechanism_parameter
 from slayformer.attention.quadratic import QuadraticAttention
 from slayformer.config import AttentionConfig, one_of, positive
 from slayformer.registry import register_attention
@@ -23,12 +22,14 @@ class SoftmaxChunkFactorConfig(AttentionConfig):
     """Far are keys of earlier chunks, or those `chunk_size` positions back and more (`window`).
 
     Chunks are stretches of `chunk_size` positions, counted from the document's start. The learned
-    factor starts at `far_factor`.
+    factor starts at `far_factor` in the first head and (None: the same) at `last_far_factor` in the
+    last, in equal ratios between.
     """
 
     chunk_size: int = positive()
     local: str = one_of("chunk", "window", default="chunk")
     far_factor: float = positive(default=1.0)
+    last_far_factor: float | None = positive(None)
 
 
 @register_attention("softmax_chunk_factor", SoftmaxChunkFactorConfig)
@@ -40,8 +41,8 @@ class SoftmaxChunkFactorAttention(QuadraticAttention):
 
     def __init__(self, config: SoftmaxChunkFactorConfig, **sizes: Any) -> None:
         super().__init__(config, **sizes)
-        start = torch.full((self.num_heads, 1, 1), config.far_factor)
-        self.log_far_factor = mechanism_parameter(start.log(), SCALAR_LEARNING_RATE)
+        start = log_spread(config.far_factor, config.last_far_factor, self.num_heads)
+        self.log_far_factor = mechanism_parameter(start, SCALAR_LEARNING_RATE)
 
     def scores(self, q_BHTD: Tensor, k_BHSD: Tensor) -> Tensor:
         """Return q·k/√D."""

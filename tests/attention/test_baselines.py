@@ -182,14 +182,17 @@ def test_yat_spherical(qkv):
 
 
 @pytest.mark.parametrize("local", ["chunk", "window"])
-def test_softmax_chunk_factor(qkv, local):
+@pytest.mark.parametrize("last", [None, 0.7])
+def test_softmax_chunk_factor(qkv, local, last):
     q, k, v = qkv
-    attention = build("softmax_chunk_factor", chunk_size=16, local=local, far_factor=0.3).double()
+    options = {"chunk_size": 16, "local": local, "far_factor": 0.3, "last_far_factor": last}
+    attention = build("softmax_chunk_factor", **options).double()
     place = torch.arange(LENGTH)
     near = place[:, None] // 16 == place // 16
     if local == "window":
         near = place[:, None] - place < 16
-    factor = torch.where(near, 1.0, 0.3).double()
+    far = torch.tensor([0.3, last or 0.3], dtype=torch.float64)[:, None, None]
+    factor = torch.where(near, 1.0, far)
     kernel = torch.exp(q @ k.mT / math.sqrt(WIDTH)) * factor
     y, _ = attention(*qkv)
     torch.testing.assert_close(y, normalised(kernel, v), rtol=1e-6, atol=1e-6)

@@ -41,7 +41,10 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 5e-3}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "paper": ("slay", {}),
     "best": ("slay_best", {"far_scale": 0.7}),
-    "window": ("slay_best", {"local": "window", "local_size": 24, "learnable_epsilon": True}),
+    "Yat near": (
+        "slay_best",
+        {"local_kernel": "yat", "local_size": 24, "learnable_epsilon": True, "far_scale": 0.3},
+    ),
     "based": ("based", {}),
 }
 MORE_CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -50,15 +53,20 @@ MORE_CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "slay",
         {"polynomial": "learned_quadratic", "block_width": 3, "polynomial_features": 18},
     ),
-    "learned epsilon": ("slay_best", {"learnable_epsilon": True, "epsilon": 0.1}),
+    "one ε": ("slay_best", {"local_kernel": "yat", "local_size": 4, "epsilon": 0.1}),
     "wide blocks": ("slay_best", {"block_width": 16, "polynomial_features": 136}),
     "block_quadratic": ("slay_block_quadratic", {"local": "window", "local_size": 5}),
     "rotated exponentials": ("slay", {"polynomial": "block_quadratic", "polynomial_features": 17}),
     "exact": ("slay_exact_poly", {}),
     "hadamard": ("slay_hadamard", {"local": "chunk"}),
     "laplace": ("slay_laplace", {"local": "chunk", "local_size": 16}),
-    "softmax near": ("slay_best", {"local_kernel": "softmax", "local_size": 20}),
-    "long stretches": ("slay_best", {"local_size": 100}),
+    "softmax in chunks": ("slay_best", {"local": "chunk", "local_size": 20}),
+    "softmax beside ⊗": ("slay", {"local": "window", "local_kernel": "softmax", "local_size": 9}),
+    # softmax's far share would be so small here that its scale's gradient cancels in fp32
+    "long stretches": (
+        "slay_best",
+        {"local_kernel": "yat", "local_size": 100, "far_scale": 0.25},
+    ),
     "linear_elu": ("linear_elu", {}),
     "performer": ("performer", {}),
     "performer_favor": ("performer_favor", {}),

@@ -251,6 +251,17 @@ def test_decode_remembers_a_fixed_number_of_keys():
     assert state.recent.position_BW.tolist() == [list(range(49, 55))]
 
 
+@pytest.mark.parametrize(
+    ("last", "heads", "expected"),
+    [(None, 3, [0.04, 0.04, 0.04]), (1.0, 3, [0.04, 0.2, 1.0]), (1.0, 1, [0.04])],
+)
+def test_far_scales_go_in_equal_ratios_from_the_first_head_to_the_last(last, heads, expected):
+    config = options(local="chunk", far_scale=0.04, last_far_scale=last)
+    attention = SlayAttention(config, num_heads=heads, head_dim=6, max_sequence_length=99, seed=3)
+    found = attention.log_far_scale.exp().flatten()
+    torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("kernel", ["yat", "softmax"])
 def test_far_scores_of_x_squared_are_the_kernels_first_node_times_the_far_scale(kernel):
     config = options(

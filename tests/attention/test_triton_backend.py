@@ -39,7 +39,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "polynomial_features": 30,
             "block_width": 5,
-            "local": "window",
+            "local_kernel": "yat",
             "local_size": 24,
             "learnable_epsilon": True,
         },
@@ -54,9 +54,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "trainable": True,
         },
     ),
-    "softmax near": (
+    "softmax in chunks": (
         "slay_best",
-        {"polynomial_features": 30, "block_width": 5, "local_kernel": "softmax", "local_size": 20},
+        {"polynomial_features": 30, "block_width": 5, "local": "chunk", "local_size": 20},
     ),
     "block_quadratic": ("slay_block_quadratic", {"polynomial_features": 40}),
     "laplace": ("slay_laplace", {"exponential_features": 8, "local": "chunk", "local_size": 16}),

@@ -115,7 +115,8 @@ def test_a_decoded_token_waits_for_nothing(name: str, local: str, started: list[
     ("name", "options", "heads", "strides", "longest"),
     [
         # of q, k and v from token to token; then the output's, 64 · 16, and the factors'
-        ("slay_best", {}, 1, (2**12, 16, 16), 2**19 - 4),
+        # and the keys of the lag count
+        ("slay_best", {"local_kernel": "yat", "local_size": 4}, 1, (2**12, 16, 16), 2**19 - 4),
         ("slay_best", {"local": "chunk"}, 1, (16, 2**12, 16), 2**19),
         ("slay", {}, 1, (16, 16, 2**12), 2**19),
         ("slay", {}, 64, (16, 16, 16), 2**21),

@@ -84,8 +84,8 @@ def test_properties_of_mechanisms() -> None:
     assert slay["score_growth"] == pytest.approx(1, abs=0.01)
     assert slay["smallest_weight"] >= 0
     best = properties.mechanism_statistics("slay_best", length=20)
-    # and 4 keys and values of width 64
-    assert best["state_bytes"] == 4 * (330 * 65 + 4 * 128)
+    # and 3 keys and values of width 64
+    assert best["state_bytes"] == 4 * (330 * 65 + 3 * 128)
     assert best["state_ratio"] == 1
     softmax = properties.mechanism_statistics("softmax", length=20)
     assert softmax["flops_ratio"] == pytest.approx(4)
