@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress, ProgressColumn, TaskID
+from rich.progress import Progress, ProgressColumn, TaskID, TextColumn
 from rich.text import Text
 
 # between two lines of a task; later a share of its time so far, for a day must not fill a log
@@ -24,10 +24,18 @@ class PlainProgress(Progress):
         self, *columns: ProgressColumn, console: Console, shown: bool = True, **options: Any
     ) -> None:
         terminal = console.is_terminal
+        # the pace of the last hour: of rich's half minute nothing is left where a step takes longer
+        options.setdefault("speed_estimate_period", 3600)
         super().__init__(*columns, console=console, disable=not (terminal and shown), **options)
         self._in_lines = shown and not terminal
         # what was done at the last line of each task, and the seconds after which it came
         self._told: dict[TaskID, tuple[float, float]] = {}
+
+    @classmethod
+    def get_default_columns(cls) -> tuple[ProgressColumn, ...]:
+        """Return those of `rich`, and what the time at their end means."""
+        *columns, remaining = super().get_default_columns()
+        return *columns, TextColumn("left"), remaining
 
     def update(self, task_id: TaskID, *arguments: Any, **fields: Any) -> None:
         """Update the task as `rich` does, and print a line if it is time."""

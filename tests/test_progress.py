@@ -56,6 +56,17 @@ def test_a_log_gets_whole_lines_at_the_beginning_now_and_then_and_at_the_end() -
     assert written(progress).replace("\n", "").isprintable()
 
 
+def test_the_time_left_is_told_where_steps_are_long() -> None:
+    clock = Clock()
+    console = Console(file=io.StringIO())
+    with PlainProgress(console=console, get_time=clock) as progress:
+        task = progress.add_task("training", total=10)
+        for _ in range(3):
+            clock.now_s += 60
+            progress.advance(task)
+    assert written(progress).splitlines()[-1] == "training 30% left 0:07:00"
+
+
 def test_a_day_does_not_fill_a_log() -> None:
     clock = Clock()
     with display(clock) as progress:
