@@ -29,6 +29,7 @@ from slayformer.attention import backends
 from slayformer.attention.backends import build, cpu, engine
 from slayformer.attention.features import Dense, Kronecker
 from slayformer.attention.linear import LinearAttention
+from slayformer.attention.near import LARGEST_SCORE
 from slayformer.errors import ConfigError
 from slayformer.presets import load_preset
 from slayformer.registry import build_attention
@@ -195,6 +196,16 @@ def test_half_precision_of_values_far_from_zero(case: str) -> None:
         num_heads=1,
         head_dim=32,
     )
+
+
+@pytest.mark.parametrize("case", ["best", "softmax in chunks"])
+def test_scores_beyond_the_largest_exponent(case: str) -> None:
+    q, k, v, weight = draw(1, HEADS, 200, WIDTH)
+    # of some pairs beyond, of most not, of some e^−40 and less
+    tensors = [8 * q, 8 * k, v, weight]
+    scores = (tensors[0] @ tensors[1].mT) / WIDTH**0.5
+    assert 0.02 < float((scores > LARGEST_SCORE).double().mean()) < 0.3
+    compare(case, lambda walk, dtype: results(walk, dtype, tensors))
 
 
 @pytest.mark.parametrize("case", CASES)
