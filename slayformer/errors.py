@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterable
+from typing import Any
 
 
 class UserError(Exception):
@@ -23,6 +24,10 @@ class ConfigError(UserError):
         written = json.dumps(value) if constant else value
         super().__init__(f"{field}={written}: {hint}")
         self.field, self.value, self.hint = field, value, hint
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # a process hands it on: without this it would be made anew of the message alone
+        return type(self), (self.field, self.value, self.hint)
 
 
 class DataError(UserError):
