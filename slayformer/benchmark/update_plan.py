@@ -86,5 +86,8 @@ def plan(config: BenchTrainConfig, overrides: Sequence[str]) -> dict[tuple, Trai
             for loop in config.loops:
                 stage = 0 if loop == PLAIN else LOOPS.index(loop) - 1
                 options = [*given, *own, f"attention={name}", f"engine.zero_stage={stage}"]
-                configs[length, name, loop] = load_config(compose("train", options))
+                made = configs[length, name, loop] = load_config(compose("train", options))
+                if loop == PLAIN and made.engine.deepspeed:
+                    hint = "has no DeepSpeed that engine.deepspeed could set; leave one of them out"
+                    raise ConfigError("loops", PLAIN, hint)
     return configs

@@ -25,7 +25,7 @@ from slayformer.data.tokenizer import vocabulary_size
 from slayformer.model.gpt2 import GPT2
 from slayformer.training import distributed
 from slayformer.training.devices import check_precision, found_device
-from slayformer.training.engine import TrainingEngine
+from slayformer.training.engine import TrainingEngine, compile_blocks
 from slayformer.training.meters import UPDATE_PARTS, Meter, model_flops_utilisation
 from slayformer.training.objective import LanguageModelObjective
 from slayformer.training.optimizer import build_optimizer
@@ -35,12 +35,15 @@ GPU_BUDGET_S = 480.0
 
 
 class PlainLoop:
-    """An update in plain PyTorch: the same objective, clipping and optimizer, nothing around."""
+    """An update in plain PyTorch: the same model, objective, clipping and optimizer, no more."""
 
     def __init__(self, objective: LanguageModelObjective, config: TrainConfig) -> None:
         self.device = distributed.device()
         check_precision(config.engine.precision, self.device)
+        objective.model.recompute(config.engine.activation_checkpointing)
         self.objective = objective.to(self.device)
+        if config.engine.compile:
+            compile_blocks(objective.model, self.device)
         self._optimizer = build_optimizer(objective, config.optimizer, self.device)
         self._clipping = config.optimizer.gradient_clipping or float("inf")
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from slayformer.config import EngineConfig, TrainConfig
 from slayformer.data.loader import Batch
+from slayformer.model.gpt2 import GPT2
 from slayformer.training import distributed
 from slayformer.training.devices import check_compiler, check_offload, check_precision
 from slayformer.training.loss_scale import LossScale
@@ -71,10 +72,7 @@ class TrainingEngine:
             for module, parameter in used:
                 deepspeed.zero.register_external_parameter(module, parameter)
         if config.engine.compile:
-            check_compiler(self.device)
-            for block in objective.model.blocks:
-                # few sizes ever come: each gets a graph of its own
-                block.compile(dynamic=False)
+            compile_blocks(objective.model, self.device)
 
     def forward(self, batch: Batch) -> Tensor:
         """Return the cross entropy of every target in nats [B, T], ready for `backward`."""
@@ -168,6 +166,14 @@ def check_engine(engine: EngineConfig, device: torch.device) -> None:
     """Raise ConfigError for what `device` cannot do."""
     check_precision(engine.precision, device)
     check_offload(engine.offload_optimizer, device)
+
+
+def compile_blocks(model: GPT2, device: torch.device) -> None:
+    """Compile every block for `device`; raises ConfigError if torch.compile does not work here."""
+    check_compiler(device)
+    for block in model.blocks:
+        # few sizes ever come: each gets a graph of its own
+        block.compile(dynamic=False)
 
 
 def deepspeed_settings(config: TrainConfig, parameters: int) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from slayformer.benchmark.update_results import UpdateResult
 from slayformer.benchmark.updates import PlainLoop, measure_updates
 from slayformer.benchmark.updates_report import write_updates
 from slayformer.errors import ConfigError, UserError
-from slayformer.model.gpt2 import GPT2
+from slayformer.model.gpt2 import GPT2, Block
 from slayformer.training import distributed
 from slayformer.training.engine import TrainingEngine
 from slayformer.training.objective import LanguageModelObjective
@@ -68,6 +68,30 @@ def test_every_cell_its_parts_and_its_record(tmp_path: Path) -> None:
     assert (again / "bench_train.md").read_bytes() == kept
     with pytest.raises(ConfigError, match=r"redraw=.*cannot be read"):
         run_updates(request(redraw=str(tmp_path / "nowhere")), [])
+
+
+@pytest.mark.parametrize("loop", [PlainLoop, TrainingEngine])
+def test_the_model_is_as_the_engine_options_say_in_every_loop(
+    loop: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slayformer.training.engine.check_compiler", lambda device: None)
+    compiled: list[Block] = []
+    monkeypatch.setattr(Block, "compile", lambda block, **_: compiled.append(block))
+    options = [*TINY, "engine.activation_checkpointing=block", "engine.compile=true"]
+    (one,) = plan(request(loops=["zero0"], attention=["slay"], lengths=[8]), options).values()
+    distributed.initialize()
+    model = GPT2(one.model, one.attention, vocabulary_size=257, seed=0)
+    made = loop(LanguageModelObjective(model, "fp32"), one)
+    (block,) = model.blocks
+    assert compiled == [block]
+    passes: list[Any] = []
+    block.mlp_norm.register_forward_hook(  # type: ignore[union-attr]
+        lambda *_: passes.append(1)
+    )
+    made.backward(made.forward(_Batch(torch.zeros(2, 8, dtype=torch.long))).sum(), last=True)
+    made.close()
+    # once more in the backward pass
+    assert len(passes) == 2
 
 
 def test_both_loops_make_the_same_update() -> None:
@@ -122,6 +146,7 @@ def test_arguments_are_shared_out() -> None:
         ({"attention": ["sley"]}, TINY, "attention=sley: did you mean slay"),
         ({}, ["engine.zero_stage=2"], r"engine.zero_stage=2: loops="),
         ({}, ["model.context_length=2"], r"model.context_length=2: the command goes over"),
+        ({}, [*TINY, "engine.deepspeed={a: 1}"], "loops=plain: has no DeepSpeed"),
         ({}, ["budget.tokens=2"], "budget.tokens=2: does not change what an update takes"),
     ],
 )
