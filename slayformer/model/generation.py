@@ -49,6 +49,8 @@ def generate(
         raise ConfigError("temperature", temperature, "must be 0 (greedy) or a positive number")
     if top_k is not None and top_k < 1:
         raise ConfigError("top_k", top_k, "must be 1 or greater")
+    if not -(2**63) <= seed < 2**64:
+        raise ConfigError("seed", seed, "must be at least -2**63 and below 2**64")
     device = next(model.parameters()).device
     if cuda_graph and device.type != "cuda":
         raise ConfigError("cuda_graph", True, f"needs a GPU; the model is on the {device.type}")
@@ -99,6 +101,8 @@ def _sample(
     if temperature == 0:
         return int(logits_V.argmax())
     kept = logits_V.topk(min(top_k or len(logits_V), len(logits_V)))
+    # below this a temperature is 0 in the logits' own precision
+    temperature = max(temperature, torch.finfo(logits_V.dtype).tiny)
     # subtracting the maximum first keeps a tiny temperature from overflowing
     probabilities = ((kept.values - kept.values[0]) / temperature).softmax(-1)
     return int(kept.indices[torch.multinomial(probabilities, 1, generator=generator)])

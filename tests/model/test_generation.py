@@ -79,10 +79,11 @@ def test_seed_repeats_and_changes_the_text() -> None:
     assert text(1) != text(2)
 
 
-def test_tiny_temperature_is_greedy() -> None:
+@pytest.mark.parametrize("temperature", [1e-30, 1e-45, 1e-46, 5e-324])
+def test_tiny_temperature_is_greedy(temperature: float) -> None:
     model = tiny()
     greedy = list(generate(model, PROMPT, max_new_tokens=10, temperature=0))
-    assert list(generate(model, PROMPT, max_new_tokens=10, temperature=1e-30)) == greedy
+    assert list(generate(model, PROMPT, max_new_tokens=10, temperature=temperature)) == greedy
 
 
 def test_padded_ids_are_never_drawn() -> None:
@@ -128,6 +129,8 @@ def test_leaves_mode_gradients_and_prompt_alone() -> None:
         ([1], {"temperature": float("nan")}, "temperature"),
         ([1], {"temperature": float("inf")}, "temperature"),
         ([1], {"top_k": 0}, "top_k"),
+        ([1], {"seed": 2**64}, "seed"),
+        ([1], {"seed": -(2**63) - 1}, "seed"),
     ],
 )
 def test_impossible_requests_are_refused_at_once(ids: list[int], options: dict, field: str) -> None:
