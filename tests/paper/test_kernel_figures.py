@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from slayformer.paper import kernel_curves, plane, quadrature, sphere
-from slayformer.paper.item import HOLDS, HOLDS_AT, Request
+from slayformer.paper.item import FAILS, HOLDS, HOLDS_AT, Request
 from slayformer.paper.quadrature import expected_contributions, quadrature_kernel, relative_error
 from slayformer.paper.run import plain
 
@@ -55,6 +55,13 @@ def test_quadrature_claims(tmp_path: Path) -> None:
     decay, three, _ = quadrature.claims(data)
     assert decay.verdict.startswith(f"{HOLDS_AT} x ≤ 0.9")
     assert three.verdict == f"{HOLDS_AT} x ≤ 0.5"
+    # verdicts follow from the figures
+    rows = data["errors"]["gauss_laguerre"]
+    for row, errors in enumerate(([0.1] * 9, *([0.1 / 2**n] * 9 for n in range(1, len(rows))))):
+        rows[row] = errors
+    assert quadrature.claims(data)[0].verdict == HOLDS
+    data["errors"]["gauss_laguerre"] = [[0.1] * 9] * len(rows)
+    assert quadrature.claims(data)[0].verdict == FAILS
 
 
 def test_kernel_curves(tmp_path: Path) -> None:
@@ -73,6 +80,9 @@ def test_kernel_curves(tmp_path: Path) -> None:
     )
     assert len(kernel_curves.draw(data)) == 3
     assert len(kernel_curves.claims(data)) == 4
+    unbounded = {**data, "responses": {**data["responses"], "spherical": [1001.0]}}
+    verdicts = [kernel_curves.claims(one)[0].verdict for one in (data, unbounded)]
+    assert verdicts == [f"{HOLDS_AT} vectors of free length", FAILS]
 
 
 def test_plane(tmp_path: Path) -> None:
