@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import difflib
 import errno
+import io
 import os
 import re
 import shlex
@@ -50,6 +51,9 @@ def entry_point(main: Callable[[], Any]) -> None:
     # before torch starts its threads: on a shared machine threads that spin while they wait keep
     # the ones they wait for from running (figures in LOG.md)
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        # a terminal that cannot write a letter gets a question mark
+        sys.stdout.reconfigure(errors="replace")
     try:
         try:
             main()
