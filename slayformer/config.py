@@ -29,6 +29,12 @@ def seed_number(default: Any = MISSING) -> Any:
     return _checked(lambda seed: 0 <= seed < 2**31, "must be at least 0 and below 2**31", default)
 
 
+def seed_numbers(default: Any = MISSING) -> Any:
+    """Declare a list of such numbers."""
+    wanted = "each must be at least 0 and below 2**31"
+    return _checked(lambda seeds: all(0 <= seed < 2**31 for seed in seeds), wanted, default)
+
+
 def fraction(default: Any = MISSING) -> Any:
     """Declare a field whose value is in [0, 1)."""
     return _checked(lambda value: 0 <= value < 1, "must be at least 0 and less than 1", default)
@@ -37,6 +43,11 @@ def fraction(default: Any = MISSING) -> Any:
 def share(default: Any = MISSING) -> Any:
     """Declare a field whose value is in (0, 1]."""
     return _checked(lambda value: 0 < value <= 1, "must be above 0 and at most 1", default)
+
+
+def convolution_width(default: Any = MISSING) -> Any:
+    """Declare a field that is 0, for no convolution, or the number of tokens one sees."""
+    return _checked(lambda width: width == 0 or width > 1, "must be 0 (none) or above 1", default)
 
 
 def one_of(*choices: Any, default: Any = MISSING) -> Any:
@@ -80,7 +91,7 @@ class ModelConfig:
     mlp_ratio: int = positive(4)
     dropout: float = fraction(0.0)
     # width of a causal depthwise convolution on q, k and v; 0: none
-    short_convolution: int = not_negative(0)
+    short_convolution: int = convolution_width(0)
     # the embedding has this many rows or a multiple of it, for matrix shapes that run fast
     vocabulary_multiple: int = positive(64)
 

@@ -9,7 +9,7 @@ from slayformer.config import (
     ModelConfig,
     OptimizerConfig,
     ScheduleConfig,
-    not_negative,
+    convolution_width,
     one_of,
     positive,
     seed_number,
@@ -118,7 +118,7 @@ class LongContextModelConfig:
     heads: int = positive()
     width: int = positive()
     mlp_ratio: int = positive(4)
-    short_convolution: int = not_negative(0)
+    short_convolution: int = convolution_width(0)
 
 
 @dataclass

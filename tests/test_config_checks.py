@@ -7,10 +7,12 @@ import copy
 import pytest
 from omegaconf import OmegaConf
 
-from slayformer.cli import compose
+from slayformer.cli import COMMANDS, compose
 from slayformer.config_commands import RecallConfig
 from slayformer.config_loading import load_config, to_plain
 from slayformer.errors import ConfigError
+from slayformer.paper.tasks_command import TasksConfig
+from slayformer.paper.xmc_command import XmcConfig
 
 REDRAWN = ["attention=performer", "attention.redraw_every=5"]
 RAMP = "start_samples: 8, increment_samples: 8"
@@ -52,11 +54,28 @@ RAMP = "start_samples: 8, increment_samples: 8"
         ([*REDRAWN, "engine.context_parallel=2"], r"engine.context_parallel=2: .*change.*; use 1"),
         (["schedule=wsd", "schedule.decay_share=0"], r"decay_share=0.0: must be above 0"),
         (["optimizer.z_loss=-1"], r"optimizer.z_loss=-1.0: must be 0 or greater"),
+        *(
+            ([f"model.short_convolution={width}"], rf"short_convolution={width}: must be 0 .none.")
+            for width in (-1, 1)
+        ),
     ],
 )
 def test_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(compose("train", overrides))
+
+
+@pytest.mark.parametrize("seed", [-1, 2**31])
+@pytest.mark.parametrize(
+    ("command", "schema", "others"),
+    [("xmc", XmcConfig, ["train=a", "test=b"]), ("tasks", TasksConfig, [])],
+)
+def test_a_list_of_seeds_is_one_of_seeds(
+    command: str, schema: type, others: list[str], seed: int
+) -> None:
+    composed = compose(command, [f"seeds=[0,{seed}]", *others], COMMANDS)
+    with pytest.raises(ConfigError, match=r"seeds=\[0, .*each must be at least 0"):
+        load_config(composed, schema)
 
 
 def test_redrawing_alone_is_taken() -> None:

@@ -77,7 +77,7 @@ def measure(
     """Return the sizes of the data and a row of scores for each method, a number a seed.
 
     Models that `directory` keeps are not trained again. Raises DataError if the two files do not
-    belong together.
+    belong together or hold too little.
     """
     train, test = read_documents(train_file), read_documents(test_file)
     for name in ("feature_count", "label_count"):
@@ -85,6 +85,12 @@ def measure(
         if ours != theirs:
             told = f"{train_file} has {name} {ours:,}, {test_file} has {theirs:,}"
             raise DataError(f"{told}: they are not of one set")
+    for path, documents in ((train_file, train), (test_file, test)):
+        if not len(documents):
+            raise DataError(f"{path} holds no documents")
+    if train.label_count < max(RANKS):
+        told = f"{train_file} has {train.label_count} labels"
+        raise DataError(f"{told}: the first {max(RANKS)} are scored, so there must be as many")
     directory.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha256(train_file.read_bytes() + test_file.read_bytes()).hexdigest()
     rows = [{"method": "most frequent labels", "scores": [most_frequent(train, test)]}]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from slayformer.config import positive
+from slayformer.config import positive, seed_numbers
 from slayformer.cores import usable_cores
 from slayformer.errors import ConfigError
 from slayformer.paper.files import write_picture, write_table
@@ -23,7 +23,7 @@ class TasksConfig:
     """Everything `scripts/tasks.py` is told."""
 
     mechanisms: list[str]
-    seeds: list[int]
+    seeds: list[int] = seed_numbers()  # noqa: RUF009, it gives a field
     # null: all
     tasks: list[str] | None = None
     # null: as many as each task's own
@@ -42,12 +42,14 @@ def run(config: TasksConfig) -> None:
         values = getattr(config, key)
         if values is not None and (not values or len(set(values)) < len(values)):
             raise ConfigError(key, values, "name at least one, and each once")
-    for seed in config.seeds:
-        if not 0 <= seed < 2**31:
-            raise ConfigError("seeds", seed, "must be at least 0 and below 2**31")
     for name in config.mechanisms:
         load_preset(name)
     chosen = [*TASKS] if config.tasks is None else [task_named(name).name for name in config.tasks]
+    for name in chosen:
+        warmup = TASKS[name].training.schedule.warmup_updates or 0
+        if config.updates is not None and config.updates < warmup:
+            hint = f"{name} warms up for {warmup}; use at least as many, or leave {name} out"
+            raise ConfigError("updates", config.updates, hint)
     directory, console = Path(config.directory), Console()
     with PlainProgress(console=console) as bar:
         task = bar.add_task("training", total=1.0)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from slayformer.config import positive, share
+from slayformer.config import positive, seed_numbers, share
 from slayformer.errors import ConfigError
 from slayformer.paper.extreme_classification import ENCODERS, measure, tables
 from slayformer.paper.files import write_table
@@ -38,8 +38,8 @@ class XmcConfig:
     test: str
     mechanisms: list[str]
     encoders: list[str]
-    seeds: list[int]
     settings: ModelSettings
+    seeds: list[int] = seed_numbers()  # noqa: RUF009, it gives a field
     reference: bool = True
     directory: str = "xmc_results"
 

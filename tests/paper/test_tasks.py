@@ -21,6 +21,7 @@ from slayformer.paper.tasks import TASKS, task_named
 from slayformer.paper.tasks.base import Task, ceiling, chance
 from slayformer.paper.tasks.cells import Cell, train_cell, train_cells
 from slayformer.paper.tasks.model import build_model
+from slayformer.paper.tasks_command import TasksConfig, run
 from slayformer.presets import load_preset
 from slayformer.training.objective import IGNORE_INDEX
 
@@ -283,6 +284,14 @@ def test_cells_are_kept_and_trained_again_only_if_asked_otherwise(tmp_path: Path
     kept.unlink()
     again = train_cells(cells, tmp_path, processes=2)
     assert again[0]["accuracy"] == results[0]["accuracy"]
+
+
+def test_fewer_updates_than_a_task_warms_up_for_are_refused(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"seeds": [0], "directory": str(tmp_path)}
+    config = TasksConfig(["softmax"], tasks=["copy", "mqar"], updates=49, **changes)
+    with pytest.raises(ConfigError, match=r"updates=49: mqar warms up for 50; .*leave mqar out"):
+        run(config)
+    assert not list(tmp_path.iterdir())
 
 
 def measured(slay: float, others: float) -> Data:

@@ -257,6 +257,15 @@ def test_models_learn_what_the_words_say(tmp_path: Path) -> None:
     files[1].write_text("0 30 13\n")
     with pytest.raises(DataError, match=r"label_count 12, .* has 13: they are not of one set"):
         measured()
+    for train, test, told in (
+        ("0 30 12\n", "1 30 12\n0 1:1\n", "train.txt holds no documents"),
+        ("1 30 12\n0 1:1\n", "0 30 12\n", "test.txt holds no documents"),
+        ("1 30 4\n0 1:1\n", "1 30 4\n0 1:1\n", "has 4 labels: the first 5 are scored"),
+    ):
+        for path, text in zip(files, (train, test), strict=True):
+            path.write_text(text)
+        with pytest.raises(DataError, match=told):
+            measured()
 
 
 def test_a_verdict_of_one_seed_says_so() -> None:
