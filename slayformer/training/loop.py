@@ -312,7 +312,7 @@ class Training:
         if self.log is None:
             return
         model, length = self.engine.objective.model, self.plan.context_length
-        seconds = self.meter.state
+        seconds = self.meter.seconds
         options = self.config.attention
         mechanism = options.mechanism or options.name
         summary = {

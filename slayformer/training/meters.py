@@ -37,7 +37,10 @@ class Meter:
     ) -> None:
         self.tokens = tokens_before
         self._device = device
-        self._seconds = dict.fromkeys(PARTS, 0.0) | (before or {})
+        before = {"cold_tokens": 0, "cold_seconds": 0.0} | (before or {})
+        # of the first update of every process, in which engines are compiled
+        self._cold_tokens, self._cold_seconds = before["cold_tokens"], before["cold_seconds"]
+        self._seconds = {part: before.get(part, 0.0) for part in PARTS}
         # since the end of the update before
         self._lately = dict.fromkeys(PARTS, 0.0)
         # tokens and training seconds when the first update of this process ended
@@ -68,11 +71,20 @@ class Meter:
         told = {"tokens_per_second": tokens / seconds, "milliseconds": 1000 * seconds}
         told |= {f"{name}_milliseconds": 1000 * self._lately[name] for name in PARTS}
         self._lately = dict.fromkeys(PARTS, 0.0)
-        self._warm = self._warm or (self.tokens, self.training_seconds)
+        if self._warm is None:
+            self._warm = self.tokens, self.training_seconds
+            self._cold_tokens += tokens
+            self._cold_seconds += seconds
         return told
 
     @property
     def state(self) -> dict[str, float]:
+        """What a resumed run goes on from: seconds so far by part, and what first updates took."""
+        cold = {"cold_tokens": self._cold_tokens, "cold_seconds": self._cold_seconds}
+        return self._seconds | cold
+
+    @property
+    def seconds(self) -> dict[str, float]:
         """Seconds so far, by part; those of a checkpoint's resumed run are among them."""
         return dict(self._seconds)
 
@@ -83,8 +95,13 @@ class Meter:
 
     @property
     def tokens_per_second(self) -> float:
-        """Mean over all updates so far; 0 before the first."""
-        seconds = self.training_seconds
+        """Mean over all updates but the first of each process, in which engines are compiled.
+
+        Of those if there are no others; 0 before the first.
+        """
+        tokens, seconds = self.tokens - self._cold_tokens, self.training_seconds
+        if tokens:
+            return tokens / (seconds - self._cold_seconds)
         return self.tokens / seconds if seconds else 0.0
 
     @property

@@ -46,13 +46,36 @@ def test_an_update_is_split_and_speed_is_of_training_alone(monkeypatch: pytest.M
     told = meter.end_update(200)
     assert (told["tokens_per_second"], told["milliseconds"]) == (50.0, 4000.0)
     assert (told["validation_milliseconds"], told["saving_milliseconds"]) == (3000.0, 1000.0)
-    assert meter.tokens_per_second == 1400 / 10
+    assert meter.tokens_per_second == (1000 + 200) / (4 + 4)
     assert meter.warm_tokens_per_second == 50.0
     take(meter, "optimizer", 1.0)
     meter.end_update(200)
     assert meter.warm_tokens_per_second == 400 / 5
-    assert meter.state["saving"] == 6.0
+    assert meter.seconds["saving"] == 6.0
     assert Meter(CPU).tokens_per_second == 0
+
+
+def test_speed_leaves_out_the_first_update_of_every_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, state, tokens = 0.0, None, 0
+    monkeypatch.setattr(meters.time, "perf_counter", lambda: now)
+    # two processes; each compiles for a minute, then an update takes a second
+    for _ in range(2):
+        meter = Meter(CPU, tokens_before=tokens, before=state)
+        for seconds in (61.0, 1.0, 1.0):
+            with meter.part("forward_backward"):
+                now += seconds
+            meter.end_update(100)
+        assert meter.tokens_per_second == pytest.approx(100)
+        state, tokens = meter.state, meter.tokens
+    assert meter.seconds["forward_backward"] == 126
+    # one that has done its first update alone has nothing else to tell
+    meter = Meter(CPU)
+    with meter.part("optimizer"):
+        now += 4
+    meter.end_update(100)
+    assert meter.tokens_per_second == 25
 
 
 def test_utilisation_counts_the_backward_pass_twice() -> None:
