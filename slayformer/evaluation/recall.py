@@ -21,6 +21,7 @@ from slayformer.errors import ConfigError
 from slayformer.evaluation.answers import Answers, train_on_answers
 from slayformer.model.gpt2 import GPT2
 from slayformer.training.objective import IGNORE_INDEX
+from slayformer.training.plan_table import own_parameters
 from slayformer.training.run_directory import write_json
 from slayformer.training.small import count_right
 
@@ -74,7 +75,7 @@ def run(config: RecallConfig) -> dict[str, Any]:
         "updates": config.updates,
         "accuracy": {str(pairs): share for pairs, share in accuracy.items()},
         "chance": 1 / config.values,
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "parameters": own_parameters(model),
         "seconds": seconds,
         "config": to_plain(config),
         "finished": True,

@@ -10,10 +10,12 @@ import torch
 
 from slayformer.attention.base import generator
 from slayformer.cli import compose
+from slayformer.config import ModelConfig
 from slayformer.config_commands import RecallConfig
 from slayformer.config_loading import load_config
 from slayformer.errors import ConfigError
 from slayformer.evaluation.recall import draw_batch, run
+from slayformer.training.budget import parameter_counts
 from slayformer.training.objective import IGNORE_INDEX
 
 
@@ -71,6 +73,10 @@ def test_a_model_learns_to_recall(tmp_path: Path) -> None:
         )
     )
     assert summary["accuracy"] == {"1": 1.0}
+    # by hand, without the rows that fill the vocabulary of 8 up to 64
+    shape = ModelConfig(**summary["config"]["model"])
+    convolutions = shape.layers * 3 * shape.width * shape.short_convolution
+    assert summary["parameters"] == parameter_counts(shape, 8).total + convolutions
     assert summary == json.loads((tmp_path / "summary.json").read_text())
     losses = [json.loads(line)["loss"] for line in (tmp_path / "metrics.jsonl").open()]
     assert len(losses) == 150
