@@ -165,12 +165,17 @@ def own_options(arguments: list[str]) -> DictConfig | None:
     known = _dotted(OmegaConf.to_container(own))  # type: ignore[arg-type]
     if not given.keys() <= known.keys():
         return None
-    groups = [key for key in given if isinstance(known[key], dict)]
+    # what is further in, such as batch.ramp, is a value, and so is what is written {A: 1}
+    groups = [
+        key
+        for key, one in given.items()
+        if "." not in key and isinstance(known[key], dict) and not isinstance(one.value(), dict)
+    ]
     composed = compose("train", [given[key].input_line or "" for key in groups])
     for key in groups:
         OmegaConf.update(own, key, composed[key], merge=False)
     for key in given.keys() - set(groups):
-        OmegaConf.update(own, key, given[key].value(), merge=False)
+        OmegaConf.update(own, key, given[key].value())
     return own  # type: ignore[return-value]
 
 

@@ -25,6 +25,7 @@ from slayformer.cli import (
     quoted,
     strip_launcher_arguments,
 )
+from slayformer.config import RampConfig
 from slayformer.config_loading import load_config, to_plain
 from slayformer.errors import ConfigError, DataError, UserError, nearest
 from slayformer.presets import load_preset, preset_names
@@ -405,6 +406,20 @@ def test_a_run_goes_on_with_its_own_options(tmp_path: Path) -> None:
     assert changed == dataclasses.replace(
         started, resume="auto", budget=budget, engine=changed.engine
     )
+    # what holds values of its own is one too: replaced, taken away, or part of it
+    ramp = RampConfig(start_samples=8, increment_samples=8, updates=5)
+    with_ramp = dataclasses.replace(started, batch=dataclasses.replace(started.batch, ramp=ramp))
+    OmegaConf.save(OmegaConf.create(to_plain(with_ramp)), file)
+    for change, after in (
+        ("batch.ramp=null", None),
+        ("batch.ramp={updates: 9}", dataclasses.replace(ramp, updates=9)),
+        ("batch={ramp: {updates: 9}}", dataclasses.replace(ramp, updates=9)),
+        ("batch.ramp.updates=9", dataclasses.replace(ramp, updates=9)),
+    ):
+        going_on = own_options([place, "resume=auto", change])
+        assert going_on is not None
+        batch = dataclasses.replace(with_ramp.batch, ramp=after)
+        assert load_config(going_on).batch == batch
     # anything else is composed as ever
     anew = ("attention=slay_best", "experiment=cpu_race", "~seed", "no.such=1", "seeed=1")
     for arguments in ([place], [place, f"resume={run}"], ["(="]):
