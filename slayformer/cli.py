@@ -293,6 +293,8 @@ def _composition_message(error: Exception, arguments: list[str]) -> str:
         return f"+{there[1]}: already there; write {there[1]}"
     if isinstance(cause, ConfigAttributeError | ConfigKeyError) and cause.full_key:
         path = re.sub(r"^Could not override '(.*?)'.*", r"\1", text)
+        # the key may be inside the value, as in data.source={path: x}
+        path = cause.full_key if cause.full_key.startswith(f"{path}.") else path
         return f"{path}: unknown key; {_unknown_key_hint(path, cause.parent_node._get_root())}"
     if isinstance(error, ValueError):
         return f"{text} (in: {' '.join(arguments)})"
@@ -342,7 +344,19 @@ def _unknown_key_hint(path: str, root: DictConfig) -> str:
         from slayformer.config_loading import unknown_option_hint
 
         return unknown_option_hint(last, values[parent])
+    if having := _options_with(path):
+        return f"it comes with {' or '.join(having)}"
     if parent and siblings and not close:
         return nearest(last, siblings)
     close = close or difflib.get_close_matches(path, known)
     return f"did you mean {' or '.join(close)}?" if close else "--help lists every key"
+
+
+def _options_with(path: str) -> list[str]:
+    """Return the options of the group of `path` whose files have that key: data=text and so on."""
+    from omegaconf import OmegaConf
+
+    group, _, key = path.partition(".")
+    files = sorted((CONFIGURATIONS / group).glob("*.yaml")) if key else []
+    contents = {file.stem: OmegaConf.to_container(OmegaConf.load(file)) for file in files}
+    return [f"{group}={name}" for name, own in contents.items() if key in _dotted(own)]  # type: ignore[arg-type]
