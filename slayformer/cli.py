@@ -51,9 +51,7 @@ def entry_point(main: Callable[[], Any]) -> None:
     # before torch starts its threads: on a shared machine threads that spin while they wait keep
     # the ones they wait for from running (figures in LOG.md)
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        # a terminal that cannot write a letter gets a question mark
-        sys.stdout.reconfigure(errors="replace")
+    _print_whatever()
     try:
         try:
             main()
@@ -84,6 +82,13 @@ def entry_point(main: Callable[[], Any]) -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         sys.exit(EXIT_INTERRUPTED)
+
+
+def _print_whatever() -> None:
+    """Have letters that the terminal's encoding lacks, in a sample for example, end no command."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
 
 
 def compose(

@@ -260,6 +260,21 @@ def test_a_reader_may_stop_early() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_what_a_terminal_cannot_show_ends_no_command(encoding: str) -> None:
+    # a quotation mark, what is no letter, and a byte of a file name that is not UTF-8
+    say = r"from rich.console import Console; Console().print('“\ufffd\udcff', soft_wrap=True)"
+    program = f"from slayformer.cli import entry_point\nentry_point(lambda: exec({say!r}))"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"PYTHONIOENCODING": encoding},
+        capture_output=True,
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    shown = r"“\ufffd\udcff".encode(encoding, "backslashreplace")
+    assert done.stdout.replace("\ufffd".encode(), rb"\ufffd").strip() == shown
+
+
 def test_full_error_shows_the_traceback(run_command: Any) -> None:
     finished = run_command(["train.py", "model.layrs=3"], env={"HYDRA_FULL_ERROR": "1"})
     assert finished.code == 1
