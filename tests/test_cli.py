@@ -84,7 +84,10 @@ MISTAKES = [
     ("xyzzy/abc=1", ["xyzzy/abc: unknown key", "--help"]),
     # a key of another option of the group
     ("data.source.path=x", ["data.source.path: unknown key", "it comes with data=", "data=text"]),
-    ("data.source={path: x}", ["data.source.path: unknown key", "it comes with data=", "data=text"]),
+    (
+        "data.source={path: x}",
+        ["data.source.path: unknown key", "it comes with data=", "data=text"],
+    ),
     # a value of the wrong type, and one that is missing
     ("model.layers=abc", ["model.layers=abc: must be a whole number"]),
     ("model.layers=null", ["model.layers=null: must be a whole number"]),

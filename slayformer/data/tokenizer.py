@@ -10,11 +10,13 @@ import base64
 import gzip
 import hashlib
 import json
+import re
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib import resources
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -30,6 +32,10 @@ DESCRIPTION_FILE = "tokenizer.json"
 GPT2_RANKS = "assets/r50k_base.tiktoken.gz"
 GPT2_RANKS_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
 GPT2_END_OF_TEXT = 50256
+# well below the million at which tiktoken gives up: it remembers every place where it could end
+LONG_WHITE_SPACE = 100_000
+# as Unicode defines it, which Python's \s does not
+WHITE_SPACE = r"[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"
 
 
 class Tokenizer(ABC):
@@ -148,7 +154,14 @@ class GPT2Tokenizer(Tokenizer):
         return cls()
 
     def _encode(self, text: str) -> np.ndarray:
-        return self._encoding.encode_to_numpy(text, disallowed_special=())
+        if len(text) <= LONG_WHITE_SPACE:
+            return self._encoding.encode_to_numpy(text, disallowed_special=())
+        # the last white space before a word begins a token: cut there, the ids are the same
+        long = re.finditer(rf"{WHITE_SPACE}{{{LONG_WHITE_SPACE},}}", text)
+        cuts = [run.end() - 1 for run in long if run.end() < len(text)]
+        pieces = (text[start:end] for start, end in pairwise([0, *cuts, len(text)]))
+        ids = [self._encoding.encode_to_numpy(piece, disallowed_special=()) for piece in pieces]
+        return np.concatenate(ids)
 
 
 class BytesTokenizer(Tokenizer):

@@ -2,11 +2,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import tiktoken
+from tiktoken_ext.openai_public import r50k_pat_str
 
 from slayformer.config import TokenizerConfig
 from slayformer.data.tokenizer import (
@@ -42,6 +45,31 @@ def tokenizers(text_folder: Path) -> dict[str, Tokenizer]:
         "bytes": BytesTokenizer(),
         "bpe": build_tokenizer(TokenizerConfig("bpe", 300), lambda: texts),
     }
+
+
+@pytest.mark.parametrize("space", [" ", "\n"])
+def test_endless_white_space_is_encoded(tokenizers, space):
+    # rows that a scraper or a table left blank: more than the regular expression engines hold
+    text = "a" + space * (1_200_000 // len(space)) + "b c"
+    for tokenizer in tokenizers.values():
+        assert tokenizer.decode(tokenizer.encode_array(text)) == text
+
+
+def test_long_white_space_is_cut_where_no_id_changes(monkeypatch):
+    plain = tiktoken.Encoding(
+        "gpt2",
+        pat_str=r50k_pat_str,
+        mergeable_ranks=gpt2_ranks(),
+        special_tokens={},
+    )
+    monkeypatch.setattr("slayformer.data.tokenizer.LONG_WHITE_SPACE", 3)
+    draw = random.Random(0)
+    # all that Unicode calls white space, what only Python does, and letters, digits and signs
+    signs = [chr(code) for code in range(0x3001) if chr(code).isspace()] + [*"  \n\nab1.'s\u200b"]
+    tokenizer = GPT2Tokenizer()
+    for _ in range(300):
+        text = "".join(draw.choice(signs) * draw.choice((1, 1, 2, 5)) for _ in range(40))
+        assert tokenizer.encode(text) == plain.encode(text)
 
 
 def test_gpt2_needs_no_network(run_command, tmp_path):
