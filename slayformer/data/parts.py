@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import math
 import multiprocessing
+import os
+import threading
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -122,7 +124,9 @@ def _prepare_in_processes(
     data = replace(data, workers=data.workers or max(1, usable_cores() // processes))
     # a forked process would inherit threads that no longer run
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(min(processes, len(units)), mp_context=context)
+    pool = ProcessPoolExecutor(
+        min(processes, len(units)), mp_context=context, initializer=_end_with_parent
+    )
     try:
         waiting: set[Future[bool]] = {
             pool.submit(prepare_part, directory, tokenizer_folder, data, unit) for unit in units
@@ -139,6 +143,21 @@ def _prepare_in_processes(
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _end_with_parent() -> None:
+    """Have this process end as soon as the one that started it is gone, however that went.
+
+    It would finish its part, and then wait for work for ever.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True, name="parent").start()
 
 
 def _read_record(directory: Path, unit: int) -> Summary:

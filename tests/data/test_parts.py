@@ -115,6 +115,35 @@ def test_killed_within_a_part_its_finished_shards_are_kept(data: DataConfig) -> 
     assert {name: after[name] for name in before} == before
 
 
+ALONE = """
+import os, signal, sys
+from slayformer.config import DataConfig, SourceConfig, TokenizerConfig
+from slayformer.data import parts, prepare as module
+wait = parts.wait
+def wait_then_die(*arguments, **options):
+    wait(*arguments, **options)
+    os.kill(os.getpid(), signal.SIGKILL)
+parts.wait = wait_then_die
+source = SourceConfig(kind="text", path=sys.argv[1])
+data = DataConfig(source=source, validation_fraction=0.3, shard_tokens=3000, parts=4,
+                  processes=2, cache_directory=sys.argv[2], workers=1)
+module.prepare(data, TokenizerConfig("bytes", None))
+"""
+
+
+def test_no_process_outlives_the_one_that_started_it(data: DataConfig) -> None:
+    killed = elsewhere(data, "killed")
+    process = subprocess.Popen(
+        [sys.executable, "-c", ALONE, data.source.path or "", killed.cache_directory],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+    )
+    # every process it started holds the other end
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL, told.decode()
+    assert contents(prepare(killed, BYTES)) == contents(prepare(data, BYTES))
+
+
 @pytest.mark.parametrize("streaming", [True, False])
 def test_parquet_is_cut_by_files_then_by_row_groups(
     data: DataConfig, tmp_path: Path, streaming: bool, monkeypatch: pytest.MonkeyPatch
