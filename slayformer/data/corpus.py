@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from slayformer.config import SourceConfig
-from slayformer.data.digests import files_sha256
+from slayformer.data.digests import files_digest
 from slayformer.data.hub import hub_or_cache
 from slayformer.errors import ConfigError, DataError
 
@@ -63,6 +63,13 @@ class Source(ABC):
         `digests` is a folder of known ones.
         """
 
+    def copies(self, digests: Path | None = None) -> dict[str, str]:
+        """Return the ids of documents that are copies of one before, each with the id of that one.
+
+        Where ids are digests of the text there are none. `digests` as for `describe`.
+        """
+        return {}
+
     @abstractmethod
     def most_parts(self) -> int:
         """Return into how many parts the source can be cut."""
@@ -94,8 +101,13 @@ class _Files(Source):
         return {
             "kind": self.config.kind,
             "document_start": self.config.document_start,
-            "sha256": files_sha256(self.files, self.where, digests),
+            "sha256": files_digest(self.files, self.where, digests).sha256,
         }
+
+    def copies(self, digests: Path | None = None) -> dict[str, str]:
+        if self.document_start is not None:
+            return {}
+        return files_digest(self.files, self.where, digests).copies
 
     def most_parts(self) -> int:
         return len(self.files)
@@ -188,7 +200,7 @@ class HuggingFaceSource(Source):
             return {**description, "path": config.path}
         found = (p for p in self._folder.rglob("*") if p.is_file())
         files = {p.relative_to(self._folder).as_posix(): p for p in found}
-        return {**description, "sha256": files_sha256(files, self.where, digests)}
+        return {**description, "sha256": files_digest(files, self.where, digests).sha256}
 
     def most_parts(self) -> int:
         if self.document_start is not None:

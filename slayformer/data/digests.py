@@ -1,17 +1,17 @@
-"""The digest of the files of a source, kept so that a run that has its tokens need not read them.
+"""The digests of the files of a source, kept so that a run that has its tokens need not read them.
 
-It is kept under what the file system says of every file. An edit changes that, unless it falls into
-the same tick of the clock as the one before: the digest of a file as young as that is not kept.
+They are kept under what the file system says of every file. An edit changes that, unless it falls into
+the same tick of the clock as the one before: those of a file as young as that are not kept.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from slayformer.cores import usable_cores
@@ -20,10 +20,23 @@ from slayformer.errors import DataError
 
 # the coarsest clock of a file system, that of FAT
 TICK_NS = 2_000_000_000
+EMPTY = hashlib.sha256(b"").hexdigest()
 
 
-def files_sha256(files: dict[str, Path], where: str, kept: Path | None = None) -> str:
-    """Return the sha256 (hex) over names and contents of `files`; `kept` is a folder of known ones.
+@dataclass(frozen=True)
+class FilesDigest:
+    """The sha256 (hex) over names and contents of files.
+
+    `copies` has each file, unless empty, that holds the same as one before it, and the name of the
+    first such.
+    """
+
+    sha256: str
+    copies: dict[str, str]
+
+
+def files_digest(files: dict[str, Path], where: str, kept: Path | None = None) -> FilesDigest:
+    """Return the digest of `files`, by name; `kept` is a folder of known ones.
 
     Raises DataError if a file cannot be read.
     """
@@ -39,13 +52,21 @@ def files_sha256(files: dict[str, Path], where: str, kept: Path | None = None) -
         unchanged = _told(files) == told
     except OSError as error:
         raise DataError(f"{where}: cannot read {error.filename}: {error.strerror}") from error
-    found = _sha256_of(sorted(zip(files, digests, strict=True)))
+    first: dict[str, str] = {}
+    for name, digest in zip(files, digests, strict=True):
+        first.setdefault(digest, name)
+    copies = {
+        name: first[digest]
+        for name, digest in zip(files, digests, strict=True)
+        if digest != EMPTY and name != first[digest]
+    }
+    found = FilesDigest(_sha256_of(sorted(zip(files, digests, strict=True))), copies)
     old = all(max(changed) + TICK_NS < begun for *_, changed in told)
     if record is not None and unchanged and old:
         # a cache that nobody may write to is used as it is
         with suppress(OSError):
             record.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(record, (found.encode(),))
+            write_atomically(record, (json.dumps(asdict(found)).encode(),))
     return found
 
 
@@ -67,9 +88,8 @@ def _sha256_of(listing: object) -> str:
     return hashlib.sha256(json.dumps(listing).encode()).hexdigest()
 
 
-def _read(record: Path) -> str | None:
+def _read(record: Path) -> FilesDigest | None:
     try:
-        text = record.read_text(encoding="ascii")
-    except (OSError, ValueError):
+        return FilesDigest(**json.loads(record.read_bytes()))
+    except (OSError, ValueError, TypeError):
         return None
-    return text if re.fullmatch("[0-9a-f]{64}", text) else None

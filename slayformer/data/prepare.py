@@ -42,8 +42,6 @@ from slayformer.errors import DataError
 
 MANIFEST_FILE = "manifest.json"
 TOKENIZER_FOLDER = "tokenizer"
-# in the cache directory
-DIGESTS_FOLDER = "digests"
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,7 @@ def prepare(data: DataConfig, tokenizer: TokenizerConfig) -> PreparedData:
     cache = Path(data.cache_directory).expanduser().absolute()
     description = {
         "format_version": FORMAT_VERSION,
-        **corpus.describe(cache / DIGESTS_FOLDER),
+        **corpus.describe(),
         "tokenizer": {**asdict(tokenizer), "training_characters": TOKENIZER_TRAINING_CHARACTERS},
         "maximum_tokens": data.maximum_tokens,
         "shard_tokens": data.shard_tokens,

@@ -1,10 +1,14 @@
-"""Which documents are trained on and which are held out: whole documents, by a hash of their id."""
+"""Which documents are trained on and which are held out: whole documents, by a hash of their id.
+
+A copy under another name is on the side of the first.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import math
 from collections.abc import Iterator
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,6 +20,9 @@ from slayformer.errors import ConfigError, DataError
 TRAIN, VALIDATION = "train", "validation"
 # a trained tokenizer sees the first training documents, up to this much text
 TOKENIZER_TRAINING_CHARACTERS = 256_000_000
+
+# in the cache directory
+DIGESTS_FOLDER = "digests"
 
 Sided = tuple[str, Document]
 
@@ -29,6 +36,7 @@ class SplitCorpus:
     def __init__(self, data: DataConfig) -> None:
         """Open the sources of `data`; raises DataError if one is not there."""
         self._fraction = data.validation_fraction
+        self._digests = Path(data.cache_directory).expanduser().absolute() / DIGESTS_FOLDER
         self._main = open_source(data.source, "data.source")
         self._validation: Source | None = None
         if data.validation_source is not None:
@@ -42,15 +50,14 @@ class SplitCorpus:
             more = self._validation.total
             self.total = None if more is None else self.total + more
 
-    def describe(self, digests: Path) -> dict[str, Any]:
-        """Return what the documents and their sides depend on, as JSON.
-
-        `digests` is a folder in which those of files are kept.
-        """
-        source = self._main.describe(digests)
-        if self._validation is None:
-            return {"source": source, "validation_fraction": self._fraction}
-        return {"source": source, "validation_source": self._validation.describe(digests)}
+    def describe(self) -> dict[str, Any]:
+        """Return what the documents and their sides depend on, as JSON."""
+        source = self._main.describe(self._digests)
+        if self._validation is not None:
+            return {"source": source, "validation_source": self._validation.describe(self._digests)}
+        # which they are follows from the source; earlier versions held each out by its own name
+        copies = {"copies": "on one side"} if self._copies else {}
+        return {"source": source, "validation_fraction": self._fraction, **copies}
 
     def readings(self) -> list[Iterator[Sided]]:
         """Return the readings that together give every document; the first has all for training."""
@@ -104,7 +111,7 @@ class SplitCorpus:
                 f"(a regular expression; a document starts at each matching line: '^$' for blank "
                 f"lines), or set data.validation_source"
             )
-        positions = [split_position(d.id) for d in islice(self._main.documents(), documents)]
+        positions = [self._position(d.id) for d in islice(self._main.documents(), documents)]
         if empty_side == VALIDATION:
             works = f"at least {math.floor(min(positions) * 1e4 + 1) / 1e4:.4f}"
         else:
@@ -115,7 +122,14 @@ class SplitCorpus:
         )
 
     def _side(self, document_id: str) -> str:
-        return VALIDATION if split_position(document_id) < self._fraction else TRAIN
+        return VALIDATION if self._position(document_id) < self._fraction else TRAIN
+
+    def _position(self, document_id: str) -> float:
+        return split_position(self._copies.get(document_id, document_id))
+
+    @cached_property
+    def _copies(self) -> dict[str, str]:
+        return self._main.copies(self._digests)
 
 
 def split_position(document_id: str) -> float:

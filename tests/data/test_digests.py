@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from slayformer.data import digests
-from slayformer.data.digests import files_sha256
+from slayformer.data.digests import files_digest
 from slayformer.errors import DataError
 
 
@@ -48,23 +48,25 @@ def test_old_files_are_read_once(
 ) -> None:
     kept = tmp_path / "cache" / "digests"
     # these were made just now: an edit could leave their times as they are
-    assert files_sha256(files, "here", kept) == expected(files)
+    assert files_digest(files, "here", kept).sha256 == expected(files)
     assert not kept.exists()
     monkeypatch.setattr(digests, "TICK_NS", -(10**12))
     for _ in range(2):
-        assert files_sha256(files, "here", kept) == expected(files)
+        assert files_digest(files, "here", kept).sha256 == expected(files)
     assert len(read) == 4
-    assert files_sha256(files, "here") == expected(files)
+    assert files_digest(files, "here").sha256 == expected(files)
     assert len(read) == 6
 
 
-@pytest.mark.parametrize("edit", ["in place", "replaced", "renamed", "gone", "record"])
+@pytest.mark.parametrize(
+    "edit", ["in place", "replaced", "renamed", "gone", "record", "other record"]
+)
 def test_an_edit_of_equal_size_and_time_is_seen(
     files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, edit: str
 ) -> None:
     kept = tmp_path / "digests"
     monkeypatch.setattr(digests, "TICK_NS", -(10**12))
-    before = files_sha256(files, "here", kept)
+    before = files_digest(files, "here", kept).sha256
     times = files["a"].stat()
     # the next tick of this file system's clock
     time.sleep(0.05)
@@ -78,18 +80,19 @@ def test_an_edit_of_equal_size_and_time_is_seen(
     elif edit == "gone":
         files["a"].unlink()
         with pytest.raises(DataError, match=r"^here: cannot read .*/a: No such file"):
-            files_sha256(files, "here", kept)
+            files_digest(files, "here", kept)
         return
     else:
+        damage = {"record": "damaged", "other record": "0" * 64}[edit]
         for record in kept.iterdir():
-            record.write_text("damaged")
+            record.write_text(damage)
     path = files.get("a", files.get("c"))
     assert path is not None
     # as rsync and tar set them
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-    found = files_sha256(files, "here", kept)
+    found = files_digest(files, "here", kept).sha256
     assert found == expected(files)
-    assert (found == before) == (edit == "record")
+    assert (found == before) == edit.endswith("record")
 
 
 def test_an_edit_while_it_is_read_is_not_kept(
@@ -104,7 +107,7 @@ def test_an_edit_while_it_is_read_is_not_kept(
         return found
 
     monkeypatch.setattr(digests, "_digest", digest)
-    files_sha256(files, "here", tmp_path / "digests")
+    files_digest(files, "here", tmp_path / "digests")
     assert not (tmp_path / "digests").exists()
 
 
@@ -116,4 +119,18 @@ def test_a_cache_that_cannot_be_written_is_done_without(
 
     monkeypatch.setattr(digests, "TICK_NS", -(10**12))
     monkeypatch.setattr(digests, "write_atomically", refuse)
-    assert files_sha256(files, "here", tmp_path / "digests") == expected(files)
+    assert files_digest(files, "here", tmp_path / "digests").sha256 == expected(files)
+
+
+def test_copies_are_named_with_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: list[Path]
+) -> None:
+    monkeypatch.setattr(digests, "TICK_NS", -(10**12))
+    files = {name: tmp_path / name for name in "dabcefg"}
+    for name, text in zip(files, ("one", "two", "one", "six", "one", "", ""), strict=True):
+        files[name].write_text(text)
+    for _ in range(2):
+        found = files_digest(files, "here", tmp_path / "digests")
+        assert found.copies == {"b": "d", "e": "d"}
+        assert found.sha256 == expected(files)
+    assert len(read) == 7

@@ -56,6 +56,35 @@ def test_tokenizer_sees_training_documents_only(tmp_path, monkeypatch):
     assert list(SplitCorpus(data).tokenizer_texts()) == train[:3]
 
 
+@pytest.mark.parametrize("document_start", [None, "^the"])
+def test_copies_are_on_one_side(tmp_path, document_start):
+    names = [f"document_{number}.txt" for number in range(40)]
+    data = folder_of(tmp_path / "text", names)
+    data.source.document_start = document_start
+    data.cache_directory = str(tmp_path / "cache")
+    before = sides(data)
+    described = SplitCorpus(data).describe()
+    assert described == {
+        "source": SplitCorpus(data)._main.describe(),
+        "validation_fraction": 0.3,
+    }
+    # after the original by name and before it, in another folder, and by a link
+    (tmp_path / "text" / "a").mkdir()
+    for name in names:
+        text = (tmp_path / "text" / name).read_text()
+        (tmp_path / "text" / f"{name[:-4]} (1).txt").write_text(text)
+        (tmp_path / "text" / "a" / name).symlink_to(tmp_path / "text" / name)
+    found: dict[str, set[str]] = {}
+    corpus = SplitCorpus(data)
+    for side, document in corpus.readings()[0]:
+        found.setdefault(document.text, set()).add(side)
+    assert len(found) == 40
+    assert all(len(on) == 1 for on in found.values())
+    assert set.union(*found.values()) == {"train", "validation"} == set(before.values())
+    # tokens of before, when copies could be on both sides, are others
+    assert ("copies" in corpus.describe()) == (document_start is None)
+
+
 def test_own_validation_source(tmp_path):
     data = folder_of(tmp_path / "a", ["one.txt", "two.txt"])
     data.validation_source = folder_of(tmp_path / "b", ["three.txt"]).source
