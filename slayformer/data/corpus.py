@@ -7,6 +7,7 @@ stay. Documents of white space alone are left out.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
@@ -71,6 +72,10 @@ class Source(ABC):
         return {}
 
     @abstractmethod
+    def shares_with(self, other: Source) -> bool:
+        """Return whether some of the files or rows are read by `other` too, as far as one sees."""
+
+    @abstractmethod
     def most_parts(self) -> int:
         """Return into how many parts the source can be cut."""
 
@@ -108,6 +113,14 @@ class _Files(Source):
         if self.document_start is not None:
             return {}
         return files_digest(self.files, self.where, digests).copies
+
+    def shares_with(self, other: Source) -> bool:
+        return isinstance(other, _Files) and not self._inodes().isdisjoint(other._inodes())
+
+    def _inodes(self) -> set[tuple[int, int]]:
+        """Return what each file is, whatever the path or link to it."""
+        stats = (path.stat() for path in self.files.values())
+        return {(found.st_dev, found.st_ino) for found in stats}
 
     def most_parts(self) -> int:
         return len(self.files)
@@ -151,13 +164,16 @@ class SotuSource(_Files):
 
 
 class TextSource(_Files):
-    """A file, or all .txt and .md files of a folder and its folders, sorted by their path."""
+    """A file, or all .txt and .md files of a folder and its folders, sorted by their path.
+
+    Hidden ones are left out: editors and systems keep copies and records of their own in them.
+    """
 
     def __init__(self, config: SourceConfig, field: str) -> None:
         super().__init__(config, field)
         path = Path(config.path or "").expanduser()
         if path.is_dir():
-            found = (p for p in path.rglob("*") if p.suffix.lower() in TEXT_SUFFIXES)
+            found = (p for p in self._below(path) if p.suffix.lower() in TEXT_SUFFIXES)
             names = {p.relative_to(path).as_posix(): p for p in found if p.is_file()}
             self.files = dict(sorted(names.items()))
             if not self.files:
@@ -169,6 +185,16 @@ class TextSource(_Files):
             raise DataError(f"{self.where}: there is no such file or folder")
         self.label = path.absolute().name
         self.total = None if config.document_start else len(self.files)
+
+    def _below(self, folder: Path) -> Iterator[Path]:
+        """Yield what is in `folder` and its folders; DataError if one cannot be read."""
+
+        def refuse(error: OSError) -> None:
+            raise DataError(f"{self.where}: cannot read {error.filename}: {error.strerror}")
+
+        for parent, folders, names in os.walk(folder, onerror=refuse):
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            yield from (Path(parent, name) for name in names if not name.startswith("."))
 
 
 class HuggingFaceSource(Source):
@@ -201,6 +227,13 @@ class HuggingFaceSource(Source):
         found = (p for p in self._folder.rglob("*") if p.is_file())
         files = {p.relative_to(self._folder).as_posix(): p for p in found}
         return {**description, "sha256": files_digest(files, self.where, digests).sha256}
+
+    def shares_with(self, other: Source) -> bool:
+        return isinstance(other, HuggingFaceSource) and self._rows_read() == other._rows_read()
+
+    def _rows_read(self) -> tuple[Path | str | None, ...]:
+        place = self._folder.resolve() if self._folder.is_dir() else self.config.path
+        return place, self.config.name, self.config.split
 
     def most_parts(self) -> int:
         if self.document_start is not None:

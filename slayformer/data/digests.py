@@ -1,7 +1,7 @@
 """The digests of the files of a source, kept so that a run that has its tokens need not read them.
 
-They are kept under what the file system says of every file. An edit changes that, unless it falls into
-the same tick of the clock as the one before: those of a file as young as that are not kept.
+They are kept under what the file system says of every file. An edit changes that, unless it falls
+into the same tick of the clock as the one before: those of a file as young as that are not kept.
 """
 
 from __future__ import annotations

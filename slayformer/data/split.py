@@ -41,6 +41,12 @@ class SplitCorpus:
         self._validation: Source | None = None
         if data.validation_source is not None:
             self._validation = open_source(data.validation_source, "data.validation_source")
+            if self._validation.shares_with(self._main):
+                raise DataError(
+                    f"{self._validation.where}: {self._main.where} has the same text, which would "
+                    f"be trained on: keep them apart, or leave data.validation_source null to hold "
+                    f"out data.validation_fraction of it"
+                )
         elif self._fraction == 0:
             hint = "must be above 0 unless data.validation_source is set"
             raise ConfigError("data.validation_fraction", 0, hint)

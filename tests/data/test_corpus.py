@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from importlib import metadata, util
 from pathlib import Path
@@ -51,12 +52,34 @@ def test_folder_is_read_in_the_order_of_its_paths(tmp_path):
         (tmp_path / name).write_text(text)
     (tmp_path / "no.json").write_text("{}")
     (tmp_path / "folder.txt").mkdir()
+    # of macOS, not text, and of an editor
+    (tmp_path / "._a.txt").write_bytes(b"\x00\x05\x16\x07\xff")
+    (tmp_path / ".checkpoints").mkdir()
+    (tmp_path / ".checkpoints" / "a.txt").write_text("zero, as it was")
+    # a folder that holds itself
+    (tmp_path / "a" / "loop").symlink_to(tmp_path)
     source = text_source(tmp_path)
     documents = list(source.documents())
     assert [d.id for d in documents] == ["a.txt", "a/z.md", "b.txt", "c/d/e.TXT"]
     assert [d.text for d in documents] == ["zero", "one", "two", "three"]
     assert [d.text for d in source.documents()] == ["zero", "one", "two", "three"]
     assert source.total == 4
+
+
+def test_a_folder_that_cannot_be_read_is_not_left_out(tmp_path, monkeypatch):
+    for name in ("a", "closed"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "b.txt").write_text("text")
+    real = os.scandir
+
+    def refuse(path):
+        if Path(path).name == "closed":
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(DataError, match=r"^data\.source\.path=.*: cannot read .*/closed: Perm"):
+        text_source(tmp_path)
 
 
 def test_file_is_one_document_with_every_byte(tmp_path):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -90,6 +91,34 @@ def test_own_validation_source(tmp_path):
     data.validation_source = folder_of(tmp_path / "b", ["three.txt"]).source
     assert sides(data) == {"one.txt": "train", "two.txt": "train", "three.txt": "validation"}
     assert SplitCorpus(data).total == 3
+
+
+def test_validation_that_is_trained_on_is_refused(tmp_path):
+    data = folder_of(tmp_path / "text", ["one.txt", "two.txt"])
+    held_out = folder_of(tmp_path / "text" / "held_out", ["three.txt"]).source
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "four.txt").symlink_to(tmp_path / "text" / "two.txt")
+    links = SourceConfig(kind="text", path=str(tmp_path / "links"), document_start="^a")
+    single = SourceConfig(kind="text", path=str(tmp_path / "text" / "one.txt"))
+    for source in (data.source, held_out, links, single):
+        data.validation_source = source
+        with pytest.raises(DataError, match=r"^data\.validation_source\.path=.* the same text"):
+            SplitCorpus(data)
+    sotu = SourceConfig(kind="sotu")
+    with pytest.raises(DataError, match=r"^data\.validation_source\.kind=sotu: .* the same text"):
+        SplitCorpus(DataConfig(source=sotu, validation_source=sotu))
+
+
+def test_rows_that_are_trained_on_are_refused(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path)
+    rows = SourceConfig(kind="huggingface", path=str(tmp_path))
+    # the field that is forgotten is the split
+    again = dataclasses.replace(rows, path=str(tmp_path / "link"), streaming=False)
+    with pytest.raises(DataError, match=r"^data\.validation_source\.path=.* the same text"):
+        SplitCorpus(DataConfig(source=rows, validation_source=again))
+    SplitCorpus(
+        DataConfig(source=rows, validation_source=dataclasses.replace(again, split="validation"))
+    )
 
 
 def test_missing_validation_source_is_named(tmp_path):
