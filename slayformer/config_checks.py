@@ -8,7 +8,15 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from slayformer.config import DataConfig, EngineConfig, ModelConfig, ScheduleConfig, TrainConfig
+from slayformer.config import (
+    SOURCE_FIELDS,
+    DataConfig,
+    EngineConfig,
+    ModelConfig,
+    ScheduleConfig,
+    SourceConfig,
+    TrainConfig,
+)
 from slayformer.config_commands import LongContextConfig, LongContextModelConfig, RecallConfig
 from slayformer.errors import ConfigError, nearest
 
@@ -95,12 +103,9 @@ def _validate_train(config: TrainConfig) -> None:
     elif tokenizer.vocabulary_size is not None:
         hint = f"the {tokenizer.name} tokenizer has a fixed size; leave it null or use bpe"
         raise ConfigError("tokenizer.vocabulary_size", tokenizer.vocabulary_size, hint)
-    for name in ("source", "validation_source"):
-        source = getattr(config.data, name)
-        if source is not None and source.kind != "sotu" and not source.path:
-            what = "FOLDER_OR_FILE" if source.kind == "text" else "DATASET_OR_FOLDER"
-            hint = f"a {source.kind} source needs data.{name}.path={what}"
-            raise ConfigError(f"data.{name}.path", source.path, hint)
+    _validate_source(config.data.source, "data.source")
+    if config.data.validation_source is not None:
+        _validate_source(config.data.validation_source, "data.validation_source")
     _exactly_one(config.budget, "budget", BUDGET_OPTIONS)
     batch_fields = ("samples_per_update", "samples_per_device")
     _exactly_one(config.batch, "batch", dict.fromkeys(batch_fields))
@@ -134,6 +139,20 @@ def _validate_train(config: TrainConfig) -> None:
             if value != off:
                 hint = f"cannot follow draws that change in training; use {off}, or redraw_every=0"
                 raise ConfigError(f"engine.{name}", value, hint)
+
+
+def _validate_source(source: SourceConfig, field: str) -> None:
+    taken = SOURCE_FIELDS[source.kind]
+    if "path" in taken and not source.path:
+        what = "FOLDER_OR_FILE" if source.kind == "text" else "DATASET_OR_FOLDER"
+        hint = f"a {source.kind} source needs {field}.path={what}"
+        raise ConfigError(f"{field}.path", source.path, hint)
+    for item in fields(source):
+        value = getattr(source, item.name)
+        if item.name not in ("kind", *taken) and value != item.default:
+            having = [kind for kind, names in SOURCE_FIELDS.items() if item.name in names]
+            hint = f"has no effect with {field}.kind={source.kind}, but with {' or '.join(having)}"
+            raise ConfigError(f"{field}.{item.name}", value, hint)
 
 
 def _validate_parts(data: DataConfig) -> None:

@@ -53,6 +53,18 @@ RAMP = "start_samples: 8, increment_samples: 8"
         ),
         ([*REDRAWN, "engine.context_parallel=2"], r"engine.context_parallel=2: .*change.*; use 1"),
         (["schedule=wsd", "schedule.decay_share=0"], r"decay_share=0.0: must be above 0"),
+        (
+            ["+data.source.path=FOLDER"],
+            r"data.source.path=FOLDER: has no effect with data.source.kind=sotu, but with text or",
+        ),
+        (
+            ["data=text", "data.source.path=a", "+data.source.text_field=body"],
+            r"data.source.text_field=body: has no effect with data.source.kind=text, but with hugg",
+        ),
+        (
+            ["data.validation_source={kind: text, path: FOLDER, split: validation}"],
+            r"data.validation_source.split=validation: has no effect with .*kind=text, but with",
+        ),
         (["optimizer.z_loss=-1"], r"optimizer.z_loss=-1.0: must be 0 or greater"),
         *(
             ([f"model.short_convolution={width}"], rf"short_convolution={width}: must be 0 .none.")

@@ -12,8 +12,8 @@ import numpy as np
 from omegaconf import OmegaConf
 
 from slayformer.cli import CONFIGURATIONS
-from slayformer.config import SourceConfig
-from slayformer.config_commands import EvalConfig, EvalSourceConfig
+from slayformer.config import SOURCE_FIELDS, SourceConfig
+from slayformer.config_commands import EvalConfig
 from slayformer.data.corpus import TEXT_SUFFIXES, open_source
 from slayformer.data.prepare import open_prepared, prepare
 from slayformer.data.shards import TokenStream
@@ -25,12 +25,6 @@ from slayformer.evaluation.windows import Text
 from slayformer.training import distributed
 
 DOCUMENTS_AT_A_TIME = 256
-# what each kind of source has of EvalSourceConfig
-CHANGES = {
-    "sotu": {"document_start"},
-    "text": {"path", "document_start"},
-    "huggingface": {item.name for item in fields(EvalSourceConfig)},
-}
 DATASET_SUFFIXES = (".parquet", ".jsonl", ".json", ".csv", ".arrow")
 
 
@@ -118,7 +112,7 @@ def find_source(config: EvalConfig) -> SourceConfig:
     changes = {name: value for name, value in changes.items() if value is not None}
     kind = values["kind"]
     for name, value in changes.items():
-        if name not in CHANGES[kind]:
+        if name not in SOURCE_FIELDS[kind]:
             hint = f"data={config.data} is of kind {kind}, which has no such field"
             raise ConfigError(f"source.{name}", value, hint)
     if "path" in changes:
