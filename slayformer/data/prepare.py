@@ -102,6 +102,11 @@ def open_prepared(directory: Path, *, verify: bool) -> PreparedData:
         listed = {side: dict(manifest[side]["shards"]) for side in SIDES}
         tokenizer_identity = manifest["tokenizer"]["identity"]
         identity = _identity(manifest["description"])
+    except FileNotFoundError:
+        raise DataError(
+            f"{directory} holds no prepared tokens (no {MANIFEST_FILE}): several machines need a "
+            f"data.cache_directory that all of them see"
+        ) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{directory / MANIFEST_FILE} is damaged: {error!r}; {remedy}") from error
     try:

@@ -97,14 +97,20 @@ class SplitCorpus:
         return ((self._side(d.id), d) for d in documents)
 
     def tokenizer_texts(self) -> Iterator[str]:
-        """Yield the training documents that a trained tokenizer learns from."""
-        characters = 0
+        """Yield the training documents that a trained tokenizer learns from.
+
+        Raises DataError if there is none.
+        """
+        characters = documents = 0
         for side, document in self.readings()[0]:
+            documents += 1
             if side == TRAIN:
                 yield document.text
                 characters += len(document.text)
                 if characters >= TOKENIZER_TRAINING_CHARACTERS:
                     return
+        if characters == 0:
+            raise self.refuse(TRAIN, documents)
 
     def refuse(self, empty_side: str, documents: int) -> DataError:
         """Return the error for `empty_side` having none of the first `documents` documents."""

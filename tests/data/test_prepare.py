@@ -300,8 +300,10 @@ def test_one_document_cannot_be_split(data):
 @pytest.mark.parametrize(("fraction", "empty"), [(1e-6, "validation"), (0.999999, "train")])
 def test_no_document_on_a_side(data, fraction, empty):
     data.validation_fraction = fraction
-    with pytest.raises(DataError, match=rf"data\.validation_fraction=.* leaves no {empty} doc"):
-        prepare(data, BYTES)
+    # a tokenizer that has nothing to learn from is not what is wrong
+    for tokenizer in (BYTES, TokenizerConfig("bpe", 280)):
+        with pytest.raises(DataError, match=rf"data\.validation_fraction=.* leaves no {empty} doc"):
+            prepare(data, tokenizer)
 
 
 def test_empty_corpus(data, tmp_path):
@@ -357,6 +359,11 @@ def test_damaged_folders_are_refused(data):
     damaged(data, "ids of another tokenizer")
     restore()
     assert all_tokens(prepare(data, BYTES).train) == expected_streams(data)["train"]
+
+
+def test_tokens_that_another_machine_has_are_not_called_damaged(tmp_path):
+    with pytest.raises(DataError, match=r"holds no prepared tokens .* that all of them see$"):
+        open_prepared(tmp_path / "elsewhere", verify=False)
 
 
 def test_cache_that_cannot_be_written(data, tmp_path):

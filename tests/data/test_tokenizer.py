@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import tiktoken
-from tiktoken_ext.openai_public import r50k_pat_str
+from tiktoken_ext.openai_public import r50k_pat_str  # type: ignore[import-untyped]
 
 from slayformer.config import TokenizerConfig
 from slayformer.data.tokenizer import (
