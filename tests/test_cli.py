@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import os
 import shlex
 import socket
@@ -49,16 +48,6 @@ CONFIGURATIONS = Path(__file__).parents[1] / "configs"
 EXPERIMENTS = sorted(path.stem for path in (CONFIGURATIONS / "experiment").glob("*.yaml"))
 OPTIONS = sorted(path.stem for path in (CONFIGURATIONS / "attention").glob("*.yaml"))
 MECHANISMS = ["linear_elu", "slay", "softmax", "yat_spherical"]
-
-
-def test_a_letter_that_the_terminal_cannot_write_ends_no_command(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    terminal = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
-    monkeypatch.setattr(sys, "stdout", terminal)
-    # a dash, half a character that a shell handed over
-    entry_point(lambda: print("± – \udce9."))
-    assert terminal.buffer.getvalue().decode("latin-1") == "± ? ?.\n"
 
 
 # what is typed after `python train.py`, and what the line must say
