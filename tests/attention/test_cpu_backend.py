@@ -44,7 +44,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "best": ("slay_best", {"far_scale": 0.7}),
     "Yat near": (
         "slay_best",
-        {"local_kernel": "yat", "local_size": 24, "learnable_epsilon": True, "far_scale": 0.3},
+        {"local_kernel": "yat", "local_size": 24, "learnable_epsilon": True}
+        | {"far_scale": 0.25, "last_far_scale": None},
     ),
     "based": ("based", {}),
 }
