@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import json
 import math
-import multiprocessing
-import os
-import threading
 from collections.abc import Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import replace
@@ -32,6 +29,7 @@ from slayformer.data.tokenizer import load_tokenizer
 from slayformer.data.writing import SIDES, write_documents
 from slayformer.errors import DataError
 from slayformer.progress import PlainProgress
+from slayformer.workers import worker_pool
 
 Summary = dict[str, dict[str, Any]]
 
@@ -122,11 +120,7 @@ def _prepare_in_processes(
 ) -> None:
     directory, tokenizer_folder, data = work
     data = replace(data, workers=data.workers or max(1, usable_cores() // processes))
-    # a forked process would inherit threads that no longer run
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(
-        min(processes, len(units)), mp_context=context, initializer=_end_with_parent
-    )
+    pool = worker_pool(min(processes, len(units)))
     try:
         waiting: set[Future[bool]] = {
             pool.submit(prepare_part, directory, tokenizer_folder, data, unit) for unit in units
@@ -143,21 +137,6 @@ def _prepare_in_processes(
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def _end_with_parent() -> None:
-    """Have this process end as soon as the one that started it is gone, however that went.
-
-    It would finish its part, and then wait for work for ever.
-    """
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def watch() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True, name="parent").start()
 
 
 def _read_record(directory: Path, unit: int) -> Summary:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from slayformer.paper.tasks import task_named
 from slayformer.paper.tasks.model import build_model
 from slayformer.presets import load_preset
 from slayformer.training.small import answer_loss, count_right, train_small
+from slayformer.workers import worker_pool
 
 # held-out sequences: the same for every mechanism and seed
 EVALUATION_SEQUENCES = 2048
@@ -133,11 +133,7 @@ def _train(cells: Sequence[Cell], processes: int) -> Iterator[tuple[Cell, dict[s
         for cell in cells:
             yield cell, train_cell(cell)
         return
-    # a fork would share torch's threads, which do not live through it
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(
-        processes, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)
-    ) as pool:
+    with worker_pool(processes, torch.set_num_threads, 1) as pool:
         # the longest first, so that none is left over when the others have ended
         futures = {
             pool.submit(train_cell, cell): cell for cell in sorted(cells, key=_tokens, reverse=True)
