@@ -31,6 +31,10 @@ def load_config(composed: DictConfig, schema: type[Any] = TrainConfig) -> Any:
     except OmegaConfBaseException as error:
         value = str(error.msg).splitlines()[0]
         raise ConfigError(str(error.full_key), "${...}", value) from error
+    for key, one in dotted(plain).items():
+        # written into config.yaml it would be a reference to another option
+        if isinstance(one, str) and "${" in one:
+            raise ConfigError(key, one, "must be text without ${")
     attention = plain.get("attention")
     if schema in (TrainConfig, RecallConfig):
         # the schema has no attention of its own: each mechanism brings its options

@@ -59,6 +59,9 @@ MISTAKES = [
     ("+experiment=nope", ["experiment=nope", "gpt2_small_chinchilla"]),
     ("model=null", ["model=null"]),
     ("--config-name=nope", ["nope"]),
+    # what reads like a reference to another option, escaped or not
+    ("logging.sample_prompt=${x}", ["logging.sample_prompt=${", "'x' not found"]),
+    (r"logging.sample_prompt=\${x}", ["logging.sample_prompt=${x}", "without ${"]),
     # a key that does not exist, at any depth, added with a plus too
     ("modl.layers=3", ["modl.layers", "unknown key", "did you mean model.layers?"]),
     ("layers=3", ["layers: unknown key", "did you mean model.layers?"]),
