@@ -42,6 +42,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "local_kernel": "yat",
             "local_size": 24,
             "learnable_epsilon": True,
+            "far_scale": 0.25,
+            "last_far_scale": None,
         },
     ),
     "learned ⊗ exponentials": (

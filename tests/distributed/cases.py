@@ -54,7 +54,7 @@ def compared_with_plain_loop(folder: Path) -> dict[str, list[str]]:
             runs[f"unclipped-{stage}"] = [zero, "optimizer.gradient_clipping=0"]
             # parameter groups of several learning rates
             runs[f"learned-{stage}"] = [zero, "attention=slay_best", "attention.local_size=4"]
-            runs[f"learned-{stage}"] += ["attention.far_scale=1"]
+            runs[f"learned-{stage}"] += ["attention.far_scale=1", "attention.last_far_scale=null"]
         if stage in (0, 3):
             runs[f"z_loss-{stage}"] = [zero, f"optimizer.z_loss={Z_LOSS}"]
     for what, stage in RECOMPUTED:
