@@ -257,31 +257,16 @@ def run_on_main(function: Callable[[], Value]) -> Value:
             value = function()
         except BaseException as error:
             failure = error
-    value, told = broadcast_object((value, _as_message(failure)))
+    told = failure
+    if failure is not None and not isinstance(failure, UserError):
+        # any other may not survive being sent
+        told = RuntimeError(f"rank 0 failed: {failure!r}")
+    value, told = broadcast_object((value, told))
     if failure is not None:
         raise failure
     if told is not None:
-        raise _from_message(told)
+        raise told
     return value
-
-
-# an exception whose constructor takes other arguments than its message does not survive pickling
-ErrorMessage = tuple[type[UserError], tuple[Any, ...], dict[str, Any]]
-
-
-def _as_message(error: BaseException | None) -> ErrorMessage | str | None:
-    if isinstance(error, UserError):
-        return type(error), error.args, vars(error)
-    return None if error is None else f"rank 0 failed: {error!r}"
-
-
-def _from_message(told: ErrorMessage | str) -> BaseException:
-    if isinstance(told, str):
-        return RuntimeError(told)
-    kind, arguments, attributes = told
-    error = kind.__new__(kind, *arguments)
-    error.__dict__.update(attributes)
-    return error
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:

@@ -106,6 +106,7 @@ def test_documents_padding_windows_and_long_sequences() -> None:
     mask[0, -90:] = False
     documents = (torch.arange(700) // torch.tensor([[130], [333]])).contiguous()
     changes = {"local_kernel": "yat", "local_size": 40, "learnable_epsilon": True}
+    changes |= {"far_scale": 0.25, "last_far_scale": None}
     packed: dict[str, Any] = {"document_ids": documents.cuda()}
     check("slay_best", 700, 64, torch.float32, changes, **packed)
     check("slay", 700, 64, torch.bfloat16, **packed)
