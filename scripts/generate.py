@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from slayformer.cli import entry_point
@@ -79,24 +80,33 @@ def main() -> None:
         stop_token=tokenizer.end_of_text,
         cuda_graph=options["cuda_graph"],
     )
-    count = 0
+    times = [time.perf_counter()]
 
-    def counted():
-        nonlocal count
+    def timed() -> Iterator[int]:
         for token in new_ids:
-            count += 1
+            times.append(time.perf_counter())
             yield token
 
-    start = time.perf_counter()
-    pieces = stream_text(tokenizer, counted())
+    pieces = stream_text(tokenizer, timed())
     # the first call may have to say what computes it: before the text, not within
     print(options["prompt"] + next(pieces, ""), end="", flush=True)
     for piece in pieces:
         print(piece, end="", flush=True)
-    seconds = time.perf_counter() - start
     print(flush=True)
-    speed = f"{count} tokens in {seconds:.2f} s, {count / seconds:.0f} tokens/s on {device}"
-    print(speed, file=sys.stderr)
+    print(f"{speed(times, len(ids))} on {device}", file=sys.stderr)
+
+
+def speed(times: Sequence[float], prompt_tokens: int) -> str:
+    """Return how fast a text came: `times` (s) are the start's and those of each new token.
+
+    The first token waits for the prompt and for what is compiled at the first call.
+    """
+    told = f"new tokens: {len(times) - 1}"
+    if len(times) > 1:
+        told += f", the first after {times[1] - times[0]:.2f} s (prompt tokens: {prompt_tokens:,})"
+    if len(times) > 2:
+        told += f", then {(len(times) - 2) / (times[-1] - times[1]):,.0f} tokens/s"
+    return told
 
 
 if __name__ == "__main__":

@@ -38,7 +38,21 @@ def test_streams_what_generate_yields(tiny_run: Path, run_command: Any) -> None:
     # universal newlines on both sides: bytes tokens may be carriage returns
     expected = (PROMPT + loaded.tokenizer.decode(list(ids))).replace("\r", "\n")
     assert finished.stdout == expected + "\n"
-    assert re.search(r"9 tokens in \d+\.\d\d s, \d+ tokens/s on cpu", finished.stderr)
+    told = (
+        r"new tokens: 9, the first after \d+\.\d\d s \(prompt tokens: \d+\), "
+        r"then [\d,]+ tokens/s on cpu"
+    )
+    assert re.search(told, finished.stderr)
+
+
+def test_the_speed_leaves_out_the_first_token() -> None:
+    speed = runpy.run_path(str(ROOT / SCRIPT))["speed"]
+    times = [10.0, 14.0, 14.5, 15.0, 16.0]
+    assert speed(times, 1200) == (
+        "new tokens: 4, the first after 4.00 s (prompt tokens: 1,200), then 2 tokens/s"
+    )
+    assert speed(times[:2], 3) == "new tokens: 1, the first after 4.00 s (prompt tokens: 3)"
+    assert speed(times[:1], 3) == "new tokens: 0"
 
 
 @pytest.mark.slow
