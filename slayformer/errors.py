@@ -19,15 +19,17 @@ class ConfigError(UserError):
     """
 
     def __init__(self, field: str, value: object, hint: str) -> None:
-        # null, true and false as a user writes them
-        constant = value is None or isinstance(value, bool)
-        written = json.dumps(value) if constant else value
-        super().__init__(f"{field}={written}: {hint}")
+        super().__init__(f"{field}={as_written(value)}: {hint}")
         self.field, self.value, self.hint = field, value, hint
 
     def __reduce__(self) -> tuple[Any, ...]:
         # a process hands it on: without this it would be made anew of the message alone
         return type(self), (self.field, self.value, self.hint)
+
+
+def as_written(value: object) -> str:
+    """Return `value` as a user writes it: null, true and false."""
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 
 class DataError(UserError):

@@ -21,17 +21,19 @@ from rich.console import Console
 from slayformer.cli import COMMANDS, compose, quoted
 from slayformer.config import TrainConfig
 from slayformer.config_commands import CompareConfig, RecallConfig
-from slayformer.config_loading import fill_list, load_config, to_plain
+from slayformer.config_differences import differing_keys, value_of
+from slayformer.config_loading import dotted, fill_list, load_config, to_plain
 from slayformer.cores import usable_cores
 from slayformer.data.prepare import prepare
 from slayformer.data.shards import write_atomically
-from slayformer.errors import ConfigError, UserError, nearest
+from slayformer.errors import ConfigError, UserError, as_written, nearest
 from slayformer.evaluation.cells import RECALL, Cell, train_cells, training_cell
 from slayformer.evaluation.report import make_report
 from slayformer.evaluation.report_files import write_report
 from slayformer.evaluation.report_table import print_report
-from slayformer.evaluation.runs import Run, read_recall, read_run
+from slayformer.evaluation.runs import Run, find_runs
 from slayformer.presets import preset_names
+from slayformer.training.run_directory import with_absolute_paths
 
 SETTINGS_FILE = "settings.json"
 # set by the comparison for each cell
@@ -76,16 +78,16 @@ def run(config: CompareConfig, overrides: Sequence[str]) -> int:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         hint = "run it without a launcher, with processes=… for several processes a run"
         raise UserError(f"compare.py starts its own processes: {hint}")
-    if config.baseline not in (None, *config.attention):
-        hint = "must be one of the mechanisms in attention=[…]: "
-        hint += nearest(str(config.baseline), config.attention)
-        raise ConfigError("baseline", config.baseline, hint)
     if config.jobs > 1 and config.processes > 1:
         hint = "with processes=… a run has all GPUs, so one at a time: jobs=1"
         raise ConfigError("jobs", config.jobs, hint)
     directory = Path(config.directory or time.strftime("comparisons/%Y-%m-%d_%H-%M-%S")).absolute()
     cells = plan_cells(config, overrides, directory)
     record = join_record(directory, cells)
+    if config.baseline not in (None, *record["attention"]):
+        hint = "must be one of the mechanisms in attention=[…]: "
+        hint += nearest(str(config.baseline), record["attention"])
+        raise ConfigError("baseline", config.baseline, hint)
     # once, here: its errors are the user's, and runs at the same time would do it twice
     first = cells[0].config
     assert isinstance(first, TrainConfig)
@@ -108,14 +110,16 @@ def run(config: CompareConfig, overrides: Sequence[str]) -> int:
         directory=f"directory={quoted(str(directory))}",
     )
 
-    notes = [f"Did not finish: {', '.join(cell.title for cell in failed)}."] if failed else []
+    # those of earlier calls as well
+    found = find_runs([directory], required=False)
+    unfinished = [cell.title for cell in failed]
+    unfinished += [n for n in found.unfinished if n not in {cell.folder.name for cell in failed}]
+    notes = [f"Did not finish: {', '.join(unfinished)}."] if unfinished else []
     if config.jobs > 1:
         notes.append(f"tokens/s: {config.jobs} runs shared the machine at a time.")
-    finished = [cell for cell in cells if cell not in failed]
-    runs = [read_run(cell.folder) for cell in finished if cell.script != RECALL]
-    if runs:
-        recalls = [read_recall(cell.folder) for cell in finished if cell.script == RECALL]
-        report = make_report(runs, recalls, notes, baseline=_baseline(config, runs))
+    if found.runs:
+        baseline = _baseline(config, found.runs)
+        report = make_report(found.runs, found.recalls, notes, baseline=baseline)
         files = write_report(directory, report)
         print_report(report)
         for path in files:
@@ -176,28 +180,33 @@ def join_record(directory: Path, cells: Sequence[Cell]) -> dict[str, Any]:
     More seeds and mechanisms may join one that is there; raises ConfigError if anything else
     differs, for then it is another comparison.
     """
-    settings: dict[str, Any] = {"attention": {}}
+    settings: dict[str, Any] = {"processes": max(cell.processes for cell in cells), "attention": {}}
     for cell in cells:
-        name = "recall" if cell.script == RECALL else "shared"
-        plain = to_plain(cell.config)
+        if isinstance(cell.config, TrainConfig):
+            name, plain = "shared", to_plain(with_absolute_paths(cell.config))
+        else:
+            name, plain = "recall", to_plain(cell.config)
         settings["attention"][plain["attention"]["name"]] = plain["attention"]
         settings[name] = {k: v for k, v in plain.items() if k not in OWN_TRAIN_KEYS}
     path = directory / SETTINGS_FILE
     try:
         earlier = json.loads(path.read_text(encoding="utf-8"))
-        known = earlier["attention"]
-        before = {**earlier["shared"], "recall": earlier.get("recall"), "attention": known}
+        before, known = _by_key(earlier), earlier["attention"]
     except FileNotFoundError:
         return settings
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} is not the settings of a comparison: {error!r}") from error
-    settings["attention"] = {**known, **settings["attention"]}
+    now = _by_key(settings)
+    for key in differing_keys([before, now]):
+        hint = f"the comparison in {directory} was made with {as_written(value_of(before, key))}"
+        raise ConfigError(key, value_of(now, key), f"{hint}; choose another directory")
     # recall may join later, and be left out again
-    settings.setdefault("recall", before["recall"])
-    before["recall"] = before["recall"] or settings["recall"]
-    now = {**settings["shared"], "recall": settings["recall"], "attention": settings["attention"]}
-    _refuse_change({**before, "attention": {**now["attention"], **known}}, now, directory)
-    return settings
+    return {**earlier, **settings, "attention": {**known, **settings["attention"]}}
+
+
+def _by_key(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return what `join_record` returns with dotted keys, as the options of runs have them."""
+    return dotted({**settings["shared"], **{k: settings[k] for k in settings if k != "shared"}})
 
 
 def _write_record(directory: Path, record: dict[str, Any]) -> None:
@@ -208,15 +217,3 @@ def _write_record(directory: Path, record: dict[str, Any]) -> None:
     except OSError as error:
         hint = f"the folder cannot be written: {error.strerror}"
         raise ConfigError("directory", directory, hint) from error
-
-
-def _refuse_change(earlier: Any, now: Any, directory: Path, path: str = "") -> None:
-    if isinstance(earlier, dict) and isinstance(now, dict):
-        for key in sorted(now):
-            # an option that the program did not have at that time says nothing
-            if key in earlier:
-                name = f"{path}.{key}".lstrip(".")
-                _refuse_change(earlier[key], now[key], directory, name)
-    elif earlier != now:
-        hint = f"the comparison in {directory} was made with {earlier}; choose another directory"
-        raise ConfigError(path, now, hint)

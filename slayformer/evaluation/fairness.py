@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slayformer.config_differences import differing_keys, value_of
 from slayformer.errors import UserError
 from slayformer.evaluation.runs import Run
 
@@ -34,10 +36,7 @@ class Difference:
 
 
 def find_differences(runs: Sequence[Run]) -> list[Difference]:
-    """Return where runs differ from the first in more than mechanism and seed.
-
-    The unigram cross entropy stands for the data: every training and validation token counts in it.
-    """
+    """Return where runs differ from the first in more than mechanism and seed."""
     first = runs[0]
     return [
         Difference(run, first, what, ours, theirs)
@@ -67,19 +66,51 @@ def _pairs(run: Run, first: Run) -> list[tuple[str, Any, Any]]:
         (f"plan.{key}", run.plan[key], first.plan[key]) for key in first.plan if key in run.plan
     ]
     pairs += [
-        (key, run.config[key], first.config[key])
-        for key in first.config.keys() & run.config.keys()
+        (key, value_of(run.config, key), value_of(first.config, key))
+        for key in differing_keys([run.config, first.config])
         if key.startswith(SHARED_CONFIG)
     ]
     return [
         *pairs,
+        *_course(run, first),
+        ("settings changed on the way", _changes(run), _changes(first)),
         # a version without it had no others
         (key := "initial_weights", run.config.get(key), first.config.get(key)),
         ("tokenizer", run.tokenizer_identity[:12], first.tokenizer_identity[:12]),
-        ("unigram_loss", run.summary["unigram_loss"], first.summary["unigram_loss"]),
+        _text(run, first),
         ("training tokens", run.summary["tokens"], first.summary["tokens"]),
         ("scored validation tokens", run.scored_tokens, first.scored_tokens),
     ]
+
+
+def _course(run: Run, first: Run) -> list[tuple[str, Any, Any]]:
+    """Return the first update with another learning rate or number of tokens than there.
+
+    A run that a larger budget trained further has the plan of one that had it from the start.
+    """
+    there = {record["update"]: record for record in first.metrics if record["kind"] == "train"}
+    for here in run.metrics:
+        if here["kind"] == "train" and (other := there.get(here["update"])):
+            for key in ("learning_rate", "tokens"):
+                # cosines of two machines may differ in the last digit
+                if key in here and key in other and not math.isclose(here[key], other[key]):
+                    return [(f"{key} of update {here['update']:,}", here[key], other[key])]
+    return []
+
+
+def _changes(run: Run) -> str:
+    """Return what of SHARED_CONFIG was changed when the run was resumed."""
+    changes = run.summary.get("changed_settings", [])
+    return "; ".join(one for one in changes if one.startswith(SHARED_CONFIG)) or "none"
+
+
+def _text(run: Run, first: Run) -> tuple[str, Any, Any]:
+    """Return what is known of the text of both, in training and validation."""
+    if run.data_identity and first.data_identity:
+        return "text", run.data_identity[:12], first.data_identity[:12]
+    # every token counts in it; sums of two machines may differ in the last digit
+    ours, theirs = (one.summary["unigram_loss"] for one in (run, first))
+    return "unigram_loss", ours, ours if math.isclose(ours, theirs) else theirs
 
 
 def _shortest_apart(one: Path, other: Path) -> tuple[str, str]:

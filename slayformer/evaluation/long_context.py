@@ -17,7 +17,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import safetensors.torch
 import torch
@@ -27,9 +26,10 @@ from torch import Tensor
 from slayformer.attention.base import generator
 from slayformer.config import AttentionConfig, ModelConfig
 from slayformer.config_commands import LongContextConfig
-from slayformer.config_loading import to_plain
+from slayformer.config_differences import differing_keys, value_of
+from slayformer.config_loading import dotted, to_plain
 from slayformer.data.shards import write_atomically
-from slayformer.errors import ConfigError
+from slayformer.errors import ConfigError, as_written
 from slayformer.evaluation.answers import Answers, train_on_answers
 from slayformer.evaluation.long_context_report import (
     INTERVAL,
@@ -150,12 +150,6 @@ def _place(mechanism: str, config: LongContextConfig) -> tuple[int, str]:
     return config.attention.index(mechanism) if asked else len(config.attention), mechanism
 
 
-def _settings(config: LongContextConfig) -> dict[str, Any]:
-    """Return what every row of a directory has in common."""
-    plain = to_plain(config)
-    return {k: v for k, v in plain.items() if k not in ("attention", "lengths_tokens", "directory")}
-
-
 def _earlier_rows(directory: Path, config: LongContextConfig) -> list[Measurement]:
     """Return the rows that `directory` has; raises ConfigError if they were made otherwise."""
     file = directory / RECORD
@@ -165,15 +159,14 @@ def _earlier_rows(directory: Path, config: LongContextConfig) -> list[Measuremen
         record = json.loads(file.read_text(encoding="utf-8"))
         # what follows from the others is no field
         kept = [{k: v for k, v in row.items() if k != INTERVAL} for row in record["rows"]]
-        earlier, rows = record["config"], [Measurement(**row) for row in kept]
-    except (ValueError, KeyError, TypeError) as error:
+        before, rows = dotted(record["config"]), [Measurement(**row) for row in kept]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         hint = f"{file} is not the record of such a run; choose another directory"
         raise ConfigError("directory", directory, hint) from error
-    for name, value in _settings(config).items():
-        # a name that it lacks is an option its version did not have
-        if earlier.get(name, value) != value:
-            hint = f"{directory} was made with {earlier[name]}; choose another directory"
-            raise ConfigError(name, value, hint)
+    now = dotted(to_plain(config))
+    for key in differing_keys([before, now], ("attention", "lengths_tokens", "directory")):
+        hint = f"{directory} was made with {as_written(value_of(before, key))}"
+        raise ConfigError(key, value_of(now, key), f"{hint}; choose another directory")
     return rows
 
 

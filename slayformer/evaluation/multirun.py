@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from slayformer.cli import quoted
+from slayformer.config_differences import differing_keys, value_of
 from slayformer.config_loading import dotted, to_plain
-from slayformer.errors import ConfigError, UserError
+from slayformer.errors import ConfigError, UserError, as_written
 from slayformer.evaluation.cells import Cell, train_cells, training_cell
-from slayformer.evaluation.runs import differing_keys
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -41,7 +41,11 @@ def run(overrides: Sequence[str], flags: Sequence[str]) -> int:
     cells = [training_cell(directory / name, name, [*flags, *job]) for name, job in jobs.items()]
     for cell in cells:
         _refuse_other_settings(cell)
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        hint = f"the folder cannot be made: {error.strerror}"
+        raise ConfigError("run_directory", directory, hint) from error
     console = Console()
     console.print(f"{len(cells)} runs, one after the other, in {directory}", soft_wrap=True)
     again = f"run_directory={quoted(str(directory))}"
@@ -126,5 +130,5 @@ def _refuse_other_settings(cell: Cell) -> None:
     before = dotted(settings)
     now = dotted(to_plain(with_absolute_paths(cell.config)))  # type: ignore[arg-type]
     for key in differing_keys([before, now]):
-        hint = f"the run in {cell.folder} was made with {before[key]}"
-        raise ConfigError(key, now[key], f"{hint}; choose another run_directory")
+        hint = f"the run in {cell.folder} was made with {as_written(value_of(before, key))}"
+        raise ConfigError(key, value_of(now, key), f"{hint}; choose another run_directory")

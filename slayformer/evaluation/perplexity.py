@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from errno import EISDIR
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +47,14 @@ def run(config: EvalConfig) -> list[dict[str, Any]]:
     results = []
     for path in paths:
         model = load_scored_model(path, distributed.device())
+        length = _read_length(config, model, is_only=len(paths) == 1)
         identity = model.tokenizer.identity
         if config.data is None:
             text = validation_text(model, config.tokens)
         else:
             text = texts.get(identity) or named_text(config, model.tokenizer)
             texts[identity] = text
-        results.append(_score(config, model, text))
+        results.append(_score(config, model, text, length))
     if distributed.is_main():
         print_results(results)
         if config.json is not None:
@@ -75,13 +78,20 @@ def _checkpoints(config: EvalConfig) -> list[str]:
     return paths
 
 
-def _score(config: EvalConfig, scored: ScoredModel, text: Text) -> dict[str, Any]:
-    """Return the record of one checkpoint on `text`."""
+def _read_length(config: EvalConfig, scored: ScoredModel, *, is_only: bool) -> int:
+    """Return the tokens that the model reads at once, and let it; ConfigError if it cannot."""
     length = config.context_length or scored.context_length
-    extend_context(scored.model, length, config.positions)
+    # of several models those with shorter contexts need it
+    needed = is_only or length > scored.context_length
+    extend_context(scored.model, length, config.positions if needed else None)
     if config.stride is not None and config.stride > length:
         hint = f"must be at most the context of {length} tokens, or tokens would be left out"
         raise ConfigError("stride", config.stride, hint)
+    return length
+
+
+def _score(config: EvalConfig, scored: ScoredModel, text: Text, length: int) -> dict[str, Any]:
+    """Return the record of one checkpoint on `text`, read by windows of `length` tokens."""
     windows = TextWindows(
         text,
         context_length=length,
@@ -145,6 +155,8 @@ def _make_folders(config: EvalConfig) -> None:
         if path is not None:
             with _writing(field, path):
                 Path(path).parent.mkdir(parents=True, exist_ok=True)
+                if Path(path).is_dir():
+                    raise IsADirectoryError(EISDIR, os.strerror(EISDIR))
 
 
 @contextmanager

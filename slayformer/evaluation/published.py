@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 
+from slayformer.config_differences import ABSENT, value_of
 from slayformer.evaluation.runs import Run, changed_options, own_mechanism
 
 
@@ -36,10 +37,10 @@ def published_losses(runs: Sequence[Run]) -> Published | None:
     file = resources.files(__package__) / "assets" / "published_losses.json"
     record = json.loads(file.read_text(encoding="utf-8"))
     tokens, tolerance = record["training_tokens"], record["training_tokens_tolerance"]
+    setting = record["setting"]
     same = all(
-        # a key that a configuration lacks is an option its version did not have
         run.config
-        and all(run.config.get(key, value) == value for key, value in record["setting"].items())
+        and all(value_of(run.config, key) in (told, ABSENT) for key, told in setting.items())
         and abs(run.summary["tokens"] / tokens - 1) <= tolerance
         for run in runs
     )

@@ -5,12 +5,13 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+from slayformer.config_differences import differing_keys, value_of
 from slayformer.errors import UserError
 from slayformer.evaluation.runs import (
+    NAMED,
     Recall,
     Run,
     attention_options,
-    differing_keys,
     named_apart,
     own_mechanism,
 )
@@ -32,8 +33,8 @@ def check_recalls(recalls: Sequence[Recall]) -> list[Recall]:
     """
     for recall in recalls:
         for key in differing_keys([recalls[0].config, recall.config]):
-            if not key.startswith("attention."):
-                ours, theirs = recall.config[key], recalls[0].config[key]
+            if not key.startswith(("attention.", *NAMED)):
+                ours, theirs = value_of(recall.config, key), value_of(recalls[0].config, key)
                 raise UserError(
                     f"{recall.folder} and {recalls[0].folder} are no recall of one kind: their "
                     f"{key} differ ({ours} and {theirs}); leave one of them out"

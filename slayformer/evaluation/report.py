@@ -164,8 +164,8 @@ class Report:
             names = "" if len(by_cover) == 1 else f" ({', '.join(row.mechanism for row in rows)})"
             if covers == "nothing":
                 told.append(
-                    f"Difference to {self.baseline}{names}: one seed and no losses of documents, "
-                    "so there is no interval."
+                    f"Difference to {self.baseline}{names}: one seed and no losses of two "
+                    "documents or more, so there is no interval."
                 )
                 continue
             documents = max(row.difference.documents for row in rows if row.difference)

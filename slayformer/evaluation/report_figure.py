@@ -137,13 +137,11 @@ def positions_apart(rows: Sequence[Row]) -> tuple[list[str], list[list[float]]]:
 
     Losses are less the mean of all rows.
     """
-    stretches = list(zip(*(row.loss_by_position for row in rows), strict=False))
-    labels = [stretch_label(same[0]) for same in stretches]
-    middle = [statistics.fmean(one["loss"] for one in same) for same in stretches]
-    return labels, [
-        [same[number]["loss"] - mean for same, mean in zip(stretches, middle, strict=True)]
-        for number in range(len(rows))
-    ]
+    losses = [{(s["first"], s["last"]): s["loss"] for s in row.loss_by_position} for row in rows]
+    places = [place for place in losses[0] if all(place in one for one in losses)]
+    labels = [stretch_label({"first": first, "last": last}) for first, last in places]
+    middle = {place: statistics.fmean(one[place] for one in losses) for place in places}
+    return labels, [[one[place] - middle[place] for place in places] for one in losses]
 
 
 def positions(rows: Sequence[Row]) -> Figure:

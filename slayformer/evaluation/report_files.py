@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from slayformer.errors import UserError
 from slayformer.evaluation.report import Report
 from slayformer.evaluation.report_figure import draw_pictures
 from slayformer.evaluation.report_page import page
@@ -17,8 +18,18 @@ from slayformer.finite import strict_json
 def write_report(directory: Path, report: Report) -> list[Path]:
     """Write tables, pictures and the page to `directory`; return their paths.
 
-    comparison.md, .csv, .tex, .json and .html, and each picture as .png and .svg.
+    comparison.md, .csv, .tex, .json and .html, and each picture as .png and .svg. Raises UserError
+    where they cannot be written.
     """
+    try:
+        return _write(directory, report)
+    except OSError as error:
+        raise UserError(
+            f"{error.filename}: the report cannot be written: {error.strerror}"
+        ) from error
+
+
+def _write(directory: Path, report: Report) -> list[Path]:
     pictures = draw_pictures(directory, report)
     texts = {
         "md": markdown(report, [path for path in pictures if path.suffix == ".png"]),

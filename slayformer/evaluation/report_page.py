@@ -7,11 +7,12 @@ import math
 from importlib import resources
 from typing import Any
 
+from slayformer.config_differences import differing_keys
 from slayformer.config_loading import dotted
 from slayformer.evaluation.report import Report, Row
 from slayformer.evaluation.report_figure import mean_curve, positions_apart
 from slayformer.evaluation.report_table import NOTHING, columns, detail_tables
-from slayformer.evaluation.runs import Run, differing_keys
+from slayformer.evaluation.runs import NAMED, Run
 from slayformer.finite import strict_json
 
 # of the picture of an interval, in its own units
@@ -209,7 +210,7 @@ def _settings(report: Report) -> dict[str, Any]:
             for key in keys
         ]
 
-    differing = [key for key in differing_keys(configs) if not key.startswith("attention.")]
+    differing = [k for k in differing_keys(configs) if not k.startswith(("attention.", *NAMED))]
     keys = list(dict.fromkeys(key for config in configs for key in config))
     options = [k for k in keys if k.startswith("attention.") and k != "attention.name"]
     own = {"seed", "run_directory", "resume", "dry_run", *differing}

@@ -99,8 +99,17 @@ def detail_tables(report: Report) -> list[tuple[str, list[str], list[list[str]]]
     """Return title, headings and body of the tables by position and of recall, if measured."""
     tables = []
     if report.placed:
-        names = [stretch_label(stretch) for stretch in report.placed[0].loss_by_position]
-        body = [[r.label, *(f"{s['loss']:.3f}" for s in r.loss_by_position)] for r in report.placed]
+        losses = [
+            {(s["first"], s["last"]): f"{s['loss']:.3f}" for s in row.loss_by_position}
+            for row in report.placed
+        ]
+        # contexts of unequal runs end elsewhere
+        places = sorted({place for one in losses for place in one})
+        names = [stretch_label({"first": first, "last": last}) for first, last in places]
+        body = [
+            [row.label, *(one.get(place, NOTHING) for place in places)]
+            for row, one in zip(report.placed, losses, strict=True)
+        ]
         title = "Validation loss by position in the context (nats/token)"
         tables.append((title, ["mechanism", *names], body))
     if report.recalling:

@@ -10,18 +10,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from slayformer.config_differences import INCIDENTAL, differing_keys
 from slayformer.config_loading import dotted, to_plain
 from slayformer.errors import UserError
 from slayformer.evaluation.document_losses import DocumentLosses, read_document_losses
 
 # training losses of single updates are noisy: a curve shows at most this many means of them
 CURVE_POINTS = 150
-# what says nothing of how a run was trained
-INCIDENTAL = (
-    *("seed", "run_directory", "resume", "dry_run", "logging.", "checkpoint.", "attention.name"),
-    *("data.cache_directory", "data.workers", "data.verify", "data.shard_tokens"),
-    *("data.source.streaming", "validation.every_updates", "engine.planned_"),
-)
+# what has columns of its own in tables
+NAMED = ("seed", "attention.name")
+# where tokens are from, which says nothing where they are the same
+ORIGIN = ("data.source.", "data.validation_source.", "data.parts")
 
 
 @dataclass(frozen=True)
@@ -29,8 +28,8 @@ class Run:
     """What a finished run left behind in `folder`.
 
     `mechanism` names it in tables. `config` has dotted keys, and as `initial_weights` what they
-    are rather than where; it and `environment` are empty, and `documents` None, where the run kept
-    none.
+    are rather than where; it and `environment` are empty, `data_identity` (a digest of its text)
+    and `documents` None, where the run kept none.
     """
 
     folder: Path
@@ -43,6 +42,7 @@ class Run:
     config: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
     documents: DocumentLosses | None = None
+    data_identity: str | None = None
 
     def curve(self, kind: str) -> list[tuple[int, float]]:
         """Return (training tokens, loss in nats/token) of the `train` or `validation` records.
@@ -72,9 +72,10 @@ def is_finished(folder: Path) -> bool:
 def read_run(folder: Path) -> Run:
     """Return the finished run in `folder`; raises UserError if it is unfinished or unreadable."""
     from omegaconf import OmegaConf
+    from yaml import YAMLError  # type: ignore[import-untyped]
 
     from slayformer.data.tokenizer import load_tokenizer
-    from slayformer.training.checkpoint import find_checkpoint
+    from slayformer.training.checkpoint import find_checkpoint, read_state
     from slayformer.training.initial_weights import recorded_identity
     from slayformer.training.logging import METRICS_FILE, read_records
 
@@ -94,8 +95,11 @@ def read_run(folder: Path) -> Run:
         records = {(r["kind"], r["update"]): r for _, r in lines}
         # one model in two places is one beginning
         config["initial_weights"] = recorded_identity(folder) or config.get("initial_weights")
-    except (OSError, ValueError, KeyError, IndexError) as error:
-        raise UserError(f"{folder}: unreadable run: {error}") from error
+        summary["mechanism"], summary["seed"], plan["updates"]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, YAMLError) as error:
+        told = " ".join(str(error).split())
+        raise UserError(f"{folder}: unreadable run: {told or type(error).__name__}") from error
+    newest = find_checkpoint(folder)
     metrics = sorted(records.values(), key=lambda record: record["update"])
     return Run(
         folder,
@@ -104,10 +108,12 @@ def read_run(folder: Path) -> Run:
         summary,
         plan,
         metrics,
-        load_tokenizer(find_checkpoint(folder) / "tokenizer").identity,
+        load_tokenizer(newest / "tokenizer").identity,
         dotted(config),
         environment,
         read_document_losses(folder),
+        # earlier versions did not save it
+        read_state(newest).get("data_identity"),
     )
 
 
@@ -146,17 +152,17 @@ class Found:
     unfinished: list[str]
 
 
-def find_runs(folders: Iterable[Path]) -> Found:
+def find_runs(folders: Iterable[Path], *, required: bool = True) -> Found:
     """Return the runs in `folders`, each a run or a folder of runs such as a comparison.
 
-    Raises UserError for a folder that is neither.
+    Raises UserError for a folder that is neither, if they are `required`.
     """
     found = Found([], [], [])
     homes: dict[Path, None] = {}
     for folder in folders:
         inside = [folder] if _holds_run(folder) else sorted(folder.glob("*/"))
         inside = [one for one in inside if _holds_run(one)]
-        if not inside:
+        if required and not inside:
             hint = "a run directory, or a folder of them, has a plan.json or summary.json"
             raise UserError(f"{folder}: no run here; {hint}")
         homes |= dict.fromkeys(one.resolve() for one in inside)
@@ -193,8 +199,12 @@ def named_apart(runs: Sequence[AnyRun]) -> list[AnyRun]:
 
 
 def _name(run: Run | Recall, runs: Sequence[Run | Recall]) -> str:
-    same = [other.config for other in runs if other.mechanism == run.mechanism]
-    keys = {*changed_options(run), *differing_keys(same)}
+    same = [other for other in runs if other.mechanism == run.mechanism]
+    ignored: tuple[str, ...] = (*INCIDENTAL, *NAMED)
+    texts = {one.data_identity for one in same if isinstance(one, Run)}
+    if len(texts - {None}) == len(texts) == 1:
+        ignored += ORIGIN
+    keys = {*changed_options(run), *differing_keys([one.config for one in same], ignored)}
     told = [f"{k.removeprefix('attention.')}={v}" for k, v in run.config.items() if k in keys]
     return ", ".join([run.mechanism, *told])
 
@@ -227,17 +237,3 @@ def attention_options(run: Run | Recall) -> dict[str, Any]:
     """Return the mechanism's options by their dotted key: what computes it is none."""
     unlike = ("attention.name", "attention.mechanism", "attention.backend")
     return {k: v for k, v in run.config.items() if k.startswith("attention.") and k not in unlike}
-
-
-def differing_keys(configs: Iterable[dict[str, Any]]) -> list[str]:
-    """Return the keys that have different values in dotted `configs`, incidental ones left out.
-
-    A key that a configuration lacks, being of a version without it, says nothing.
-    """
-    values: dict[str, list[Any]] = {}
-    for config in configs:
-        for key, value in config.items():
-            if not key.startswith(INCIDENTAL):
-                seen = values.setdefault(key, [])
-                seen += [] if value in seen else [value]
-    return [key for key, seen in values.items() if len(seen) > 1]

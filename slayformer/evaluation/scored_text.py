@@ -132,8 +132,7 @@ def _named_source(data: str) -> dict[str, Any]:
     """Return the fields of the SourceConfig that `data`, a path or a name, stands for."""
     path = Path(data).expanduser()
     if path.exists():
-        kind = "huggingface" if _holds_dataset(path) else "text"
-        return {"kind": kind, "path": data, "streaming": False}
+        return {"kind": _kind_of(data), "path": data, "streaming": False}
     presets = {file.stem: file for file in sorted((CONFIGURATIONS / "data").glob("*.yaml"))}
     if data not in presets:
         hint = f"there is no such file or folder; data sets by name: {', '.join(presets)}"
@@ -145,9 +144,25 @@ def _named_source(data: str) -> dict[str, Any]:
     return source
 
 
-def _holds_dataset(path: Path) -> bool:
-    """Return whether `path` is a folder with files of a data set and none of text."""
-    if not path.is_dir():
-        return False
-    suffixes = {file.suffix.lower() for file in path.rglob("*")}
-    return not suffixes & set(TEXT_SUFFIXES) and bool(suffixes & set(DATASET_SUFFIXES))
+def _kind_of(data: str) -> str:
+    """Return what `data`, a file or folder, is: `text`, or `huggingface` for files of a data set.
+
+    Raises ConfigError for what holds both, or is a file of a data set without its folder.
+    """
+    path = Path(data).expanduser()
+    if path.is_file():
+        if path.suffix.lower() in DATASET_SUFFIXES:
+            hint = "is a file of a data set: name its folder, or score it as it stands with "
+            raise ConfigError("data", data, f"{hint}data=text source.path={data}")
+        return "text"
+    # a data set comes with a README
+    names = [p for p in path.rglob("*") if not p.name.startswith(".") and p.stem != "README"]
+    suffixes = {one.suffix.lower() for one in names}
+    of_text, of_dataset = (
+        sorted(suffixes & {*known}) for known in (TEXT_SUFFIXES, DATASET_SUFFIXES)
+    )
+    if of_text and of_dataset:
+        hint = f"holds texts ({of_text[0]}) and files of a data set ({of_dataset[0]}): say which, "
+        hint += f"data=text source.path={data} or data=huggingface source.path={data}"
+        raise ConfigError("data", data, hint)
+    return "huggingface" if of_dataset else "text"

@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from slayformer.config_differences import differing_keys
 from slayformer.errors import UserError
 from slayformer.evaluation.fairness import find_differences
-from slayformer.evaluation.runs import Run, differing_keys, find_runs, named_apart
+from slayformer.evaluation.runs import Run, find_runs, named_apart
 
 FORMAT = "slayformer language models 1"
 # of this project's own comparisons, one file each

@@ -83,6 +83,13 @@ def _why_never(
     return ""
 
 
+def changes_so_far(path: Path, config: TrainConfig) -> list[str]:
+    """Return what a run has changed since it began, up to going on from checkpoint `path`."""
+    state = read_state(path)
+    now = [f"{c} after update {state['update']:,}" for c in changed_settings(path, config)]
+    return [*state.get("changed_settings", []), *now]
+
+
 def changed_settings(path: Path, config: TrainConfig) -> list[str]:
     """Return `field before -> now` for what `config` has changed since checkpoint `path`."""
     before, now = dotted(to_plain(read_config(path))), dotted(to_plain(config))

@@ -19,6 +19,7 @@ from slayformer.training.bad_updates import BadUpdates, Fault, poisoned
 from slayformer.training.budget import Plan
 from slayformer.training.devices import found_device
 from slayformer.training.engine import TrainingEngine
+from slayformer.training.going_on import changes_so_far
 from slayformer.training.initial_weights import (
     InitialWeights,
     keep_record,
@@ -68,6 +69,7 @@ class Training:
         )
         self.earlier_peak_bytes = state.get("peak_memory_bytes", 0)
         self.bad_updates = BadUpdates(config.bad_updates, state.get("recent_losses"))
+        self.changes = changes_so_far(start.checkpoint, config) if start.checkpoint else []
         self.started = time.monotonic() - state.get("seconds", 0.0)
         model = GPT2(
             config.model,
@@ -293,6 +295,7 @@ class Training:
             "data_identity": self.inputs.data.identity,
             "seconds_by_part": self.meter.state,
             "peak_memory_bytes": self._peak_memory_bytes(),
+            "changed_settings": self.changes,
             "recent_losses": self.bad_updates.state,
             "loss_scale": self.engine.loss_scale and self.engine.loss_scale.state,
             "seconds": time.monotonic() - self.started,
@@ -329,6 +332,7 @@ class Training:
             "bits_per_byte": totals.bits_per_byte,
             "loss_by_position": totals.by_position(),
             "unigram_loss": unigram,
+            "changed_settings": self.changes,
             "tokens_per_second": self.meter.tokens_per_second,
             "milliseconds_per_update": {
                 part: 1000 * seconds[part] / self.plan.updates for part in seconds

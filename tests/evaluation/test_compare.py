@@ -148,6 +148,13 @@ def test_a_folder_belongs_to_one_comparison(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"attention\.slay\.epsilon=0\.5: .* made with 0\.001"):
         claim(["attention.epsilon=0.5"], attention=["slay"])
     claim([], attention=["slay", "linear_elu"], seeds=[4])
+    # what says nothing of training may change, and the way a path is written
+    claim(["logging.every_updates=2", "data.workers=1", "engine.timeout_seconds=60"])
+    claim([f"data.source.path={Path('documents').absolute()}"])
+    with pytest.raises(ConfigError, match=r"prescale_gradients=true: .* made with null"):
+        claim(["engine.deepspeed={prescale_gradients: true}"])
+    with pytest.raises(ConfigError, match=r"processes=2: .* made with 1; choose another dir"):
+        claim([], processes=2)
 
 
 def test_recall_runs_beside_training(tmp_path: Path) -> None:
@@ -399,6 +406,17 @@ def test_a_run_that_cannot_start_leaves_the_others(tmp_path: Path, text_folder: 
     assert "| linear_elu | " in report
     assert "(1 seed)" in report
     assert (comparison.directory / "softmax-seed3").read_text() == "in the way"
+
+    # what joins stands in one table with what was there
+    (comparison.directory / "softmax-seed3").unlink()
+    joining = ("attention=[softmax]", "baseline=linear_elu")
+    process = comparison.start("seeds=[3]", "budget.updates=20", *joining)
+    assert process.wait(timeout=WAIT_SECONDS) == 0, comparison.output()
+    report = (comparison.directory / "comparison.md").read_text()
+    assert "| linear_elu | " in report
+    assert "| softmax | " in report
+    assert "difference to linear_elu" in report
+    assert "Did not finish" not in report
 
 
 @pytest.mark.slow

@@ -81,6 +81,12 @@ def test_a_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         run(["seed=1,2"], [])
 
 
+def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(UserError, match=r"run_directory=.*file: the folder cannot be made: File"):
+        run([*SMALL, "data.source.path=documents", f"run_directory={tmp_path}/file", "seed=1"], [])
+
+
 @pytest.mark.slow
 def test_a_failed_run_is_told_and_the_next_call_makes_it(
     run_command: Any, text_folder: Path, tmp_path: Path
@@ -107,9 +113,15 @@ def test_a_failed_run_is_told_and_the_next_call_makes_it(
     assert (home / "uniform" / "summary.json").stat().st_mtime_ns == before
     assert f"python scripts/report.py {home}" in finished.stdout
 
-    finished = run_command([*command, "optimizer.learning_rate=0.5"], cwd=tmp_path)
-    assert finished.code == 2
-    assert "optimizer.learning_rate=0.5: the run in" in finished.stderr
+    for other, told in (
+        ("optimizer.learning_rate=0.5", "optimizer.learning_rate=0.5: the run in"),
+        # folders have the names of what varies, and this does not
+        ("seed=2", "seed=2: the run in"),
+        ("engine.deepspeed={prescale_gradients: true}", "made with null"),
+    ):
+        finished = run_command([*command, other], cwd=tmp_path)
+        assert finished.code == 2
+        assert told in finished.stderr
 
     # the folder as one comparison, and its runs by name
     for folders in ([f"{home}"], [f"{home}/softmax", f"{home}/uniform"]):

@@ -154,6 +154,19 @@ def test_what_cannot_be_scored_is_told(tiny_run: Path, tmp_path: Path) -> None:
             {"checkpoint": checkpoint, "json": str(tmp_path / "empty.txt" / "x.json")},
             r"json=.*cannot be written",
         ),
+        (
+            {"checkpoint": checkpoint, "json": str(tmp_path / "folder")},
+            r"json=.*folder: cannot be written: Is a directory",
+        ),
+        # before the text is read, which there is none of
+        (
+            {"checkpoint": checkpoint, "stride": 33, "data": str(tmp_path / "folder")},
+            "stride=33: must be at most",
+        ),
+        (
+            {"checkpoint": checkpoint, "positions": "repeat"},
+            "positions=repeat: has no effect up to the 32 tokens",
+        ),
     ]
     for options, message in cases:
         with pytest.raises(UserError, match=message):
@@ -241,6 +254,22 @@ def test_wikitext_from_local_parquet(tiny_run: Path, tmp_path: Path) -> None:
     assert (scored["documents"], scored["bytes"], scored["words"]) == (2, 5, 3)
     with pytest.raises(UserError, match=r"source\.path=.*split=nothing"):
         evaluate(checkpoint=checkpoint, data=str(folder), source=EvalSourceConfig(split="nothing"))
+    # a data set of the hub has a README, which is none of its documents
+    (folder / "README.md").write_text("about it")
+    (folder / ".gitattributes.txt").write_text("hidden")
+    again = evaluate(checkpoint=checkpoint, data=str(folder), source=EvalSourceConfig(split="test"))
+    assert again["text_sha256"] == scored["text_sha256"]
+    (folder / "notes.txt").write_text("whose?")
+    with pytest.raises(
+        UserError, match=r"holds texts \(.txt\) and .* \(.parquet\): say which, data="
+    ):
+        evaluate(checkpoint=checkpoint, data=str(folder))
+    of_text = evaluate(
+        checkpoint=checkpoint, data="text", source=EvalSourceConfig(path=str(folder))
+    )
+    assert of_text["documents"] == 2
+    with pytest.raises(UserError, match=r"test-00000.*is a file of a data set: name its folder"):
+        evaluate(checkpoint=checkpoint, data=str(folder / "test-00000-of-00001.parquet"))
 
 
 @pytest.mark.slow

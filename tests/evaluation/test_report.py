@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from slayformer.errors import ConfigError
+from slayformer.errors import ConfigError, UserError
 from slayformer.evaluation.report import make_report, make_rows
 from slayformer.evaluation.report_figure import losses, positions_apart
 from slayformer.evaluation.report_files import write_report
@@ -148,7 +148,7 @@ def test_report_files_hold_the_table(tmp_path: Path) -> None:
     assert "640 validation tokens" in text
     assert "Did not finish: yat seed 2." in text
     assert "softmax (slay): paired by seed, with the 95 % confidence interval over seeds." in text
-    assert "softmax (linear_elu): one seed and no losses of documents" in text
+    assert "softmax (linear_elu): one seed and no losses of two documents" in text
 
     with (tmp_path / "comparison.csv").open(encoding="utf-8") as file:
         table = list(csv.DictReader(file))
@@ -211,6 +211,31 @@ def test_positions_and_recall_are_means_over_seeds(tmp_path: Path) -> None:
             *("losses", "curves", "positions", "recall"),
         ]
     assert all(path.stat().st_size > 500 for path in files)
+
+
+def test_positions_of_unequal_contexts_stand_in_columns_of_their_own() -> None:
+    def placed(mechanism: str, last: int) -> Run:
+        run = synthetic_run(mechanism, 1, 3.0)
+        stretches = [
+            {"first": 0, "last": 31, "tokens": 4, "loss": 4.0},
+            {"first": 32, "last": last, "tokens": 4, "loss": 3.0},
+        ]
+        summary = {**run.summary, "loss_by_position": stretches}
+        return replace(run, summary=summary, plan={**run.plan, "context_length": last + 1})
+
+    runs = [placed("slay", 47), placed("softmax", 63)]
+    report = make_report(runs, allow_differences=True)
+    assert positions_apart(report.placed) == (["0–31"], [[0.0], [0.0]])
+    text = markdown(report, [])
+    assert "| mechanism | 0–31 | 32–47 | 32–63 |" in text
+    assert "| slay | 4.000 | 3.000 | – |" in text
+    assert "| softmax ≠ | 4.000 | – | 3.000 |" in text or "| softmax | 4.000 | – | 3.000 |" in text
+
+
+def test_a_report_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "comparison.md").mkdir()
+    with pytest.raises(UserError, match=r"comparison\.md: the report cannot be written: Is a dir"):
+        write_report(tmp_path, make_report(three_mechanisms()))
 
 
 def test_training_curves_average_neighbours() -> None:
@@ -312,13 +337,17 @@ GPT2_SMALL = {
         ({"model.dropout": 0.0}, 2_488_795_136, False),
         ({"model.short_convolution": 4}, 2_488_795_136, False),
         ({"data.validation_source.name": None}, 2_488_795_136, False),
+        # held out of the training source: there is no other
+        ({"data.validation_source": None}, 2_488_795_136, False),
     ],
 )
 def test_published_losses_stand_beside_the_same_setting_alone(
     change: dict, tokens: int, shown: bool
 ) -> None:
+    inside = tuple(f"{key}." for key in change)
+    config = {k: v for k, v in GPT2_SMALL.items() if not k.startswith(inside or "-")} | change
     runs = [
-        replace(run, config={**GPT2_SMALL, **change}, summary={**run.summary, "tokens": tokens})
+        replace(run, config=config, summary={**run.summary, "tokens": tokens})
         for run in three_mechanisms()
     ]
     report = make_report(runs)

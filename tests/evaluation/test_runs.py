@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from slayformer.evaluation.fairness import find_differences
 from slayformer.evaluation.report import make_report
 from slayformer.evaluation.report_command import split_arguments
 from slayformer.evaluation.report_table import latex, markdown, write_csv
-from slayformer.evaluation.runs import Recall, Run, find_runs, named_apart
+from slayformer.evaluation.runs import Found, Recall, Run, find_runs, named_apart
 
 SUMMARY = {
     **{"validation_loss": 3.0, "unigram_loss": 4.25, "tokens": 4000, "updates": 4},
@@ -49,6 +50,17 @@ def make_run(name: str = "a", mechanism: str = "slay", seed: int = 1, **config: 
         ({"config": CONFIG | {"optimizer.learning_rate": 0.1}}, "learning_rate differ .0.1 and"),
         ({"config": CONFIG | {"engine.precision": "bf16"}}, "precision differ .bf16 and fp32"),
         (
+            {"config": CONFIG | {"engine.deepspeed.prescale_gradients": True}},
+            "engine.deepspeed.prescale_gradients differ .True and None",
+        ),
+        (
+            {
+                "summary": SUMMARY
+                | {"changed_settings": ["optimizer.beta1 0.9 -> 0.5 after update 2"]}
+            },
+            "changed on the way differ .optimizer.beta1 0.9 -> 0.5 after update 2 and none",
+        ),
+        (
             {"config": CONFIG | {"initial_weights": "sha256 ab12"}},
             "initial_weights differ .sha256 ab12 and None",
         ),
@@ -70,6 +82,61 @@ def test_unequal_runs_are_refused_or_marked(change: dict, named: str) -> None:
     assert "| slay ≠ |" in text
     assert "Checked equal" not in text
     assert latex(report).count("\\textcolor{red}") > 5
+
+
+def test_text_is_told_apart_by_its_identity() -> None:
+    first, other = (replace(make_run(name), data_identity="c" * 64) for name in "ab")
+    # the last digit of a sum that another machine adds up in another order
+    digit = SUMMARY | {"unigram_loss": 4.25 + 1e-15}
+    assert digit["unigram_loss"] != SUMMARY["unigram_loss"]
+    assert find_differences([first, replace(other, summary=digit)]) == []
+    # of a version that did not keep it
+    assert find_differences([make_run("c"), replace(other, summary=digit)]) == []
+    # the same tokens in another order
+    moved = replace(other, data_identity="d" * 64)
+    assert [str(one) for one in find_differences([first, moved])] == [
+        "text differs: dddddddddddd in b, cccccccccccc in a"
+    ]
+
+
+def test_runs_have_learned_at_the_same_rates() -> None:
+    """A run made longer decays twice, though its plan is that of one that was long at once."""
+
+    def course(name: str, rates: list[float], tokens: int = 100) -> Run:
+        records: list[dict[str, Any]] = [
+            {"kind": "train", "update": n, "learning_rate": rate, "tokens": n * tokens}
+            for n, rate in enumerate(rates, 1)
+        ]
+        return replace(make_run(name), metrics=records)
+
+    straight = course("a", [0.01, 0.0075, 0.005, 0.0025])
+    assert find_differences([straight, course("b", [0.01, 0.0075 + 1e-17, 0.005, 0.0025])]) == []
+    # cut off after a kill, or of a version that wrote fewer
+    assert find_differences([straight, course("b", [0.01, 0.0075])]) == []
+    (found,) = find_differences([straight, course("b", [0.01, 0.0, 0.005, 0.0025])])
+    assert str(found) == "learning_rate of update 2 differs: 0.0 in b, 0.0075 in a"
+    (found,) = find_differences([straight, course("b", [0.01], tokens=50)])
+    assert str(found) == "tokens of update 1 differs: 50 in b, 100 in a"
+
+
+def test_one_text_in_several_places_makes_one_row() -> None:
+    def trained(place: str, seed: int, identity: str | None) -> Run:
+        run = make_run(f"{place}{seed}", seed=seed, data__source__path=place, data__parts=seed)
+        return replace(run, data_identity=identity)
+
+    same = [trained("/home/ann/text", 1, "c" * 64), trained("/data/text", 2, "c" * 64)]
+    assert [run.mechanism for run in named_apart(same)] == ["slay", "slay"]
+    unknown = [trained("x", 1, None), trained("y", 1, "c" * 64)]
+    assert [run.mechanism for run in named_apart(unknown)] == [
+        "slay, data.source.path=x",
+        "slay, data.source.path=y",
+    ]
+
+
+def test_null_is_told_from_settings() -> None:
+    ramp: dict[str, Any] = {"batch__ramp__updates": 5}
+    runs = [make_run("a", batch__ramp=None), make_run("b", **ramp)]
+    assert [run.mechanism for run in named_apart(runs)] == ["slay", "slay, batch.ramp.updates=5"]
 
 
 def test_what_shapes_no_result_may_differ() -> None:
@@ -197,11 +264,29 @@ def test_folders_without_runs_are_refused(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "empty", tmp_path / "missing"):
         with pytest.raises(UserError, match=f"{folder}: no run here"):
             find_runs([folder])
+    assert find_runs([tmp_path / "empty"], required=False) == Found([], [], [])
     # begun, not finished
     (tmp_path / "begun").mkdir()
     (tmp_path / "begun" / "plan.json").write_text("{}")
     found = find_runs([tmp_path, tmp_path / "begun"])
     assert (found.runs, found.recalls, found.unfinished) == ([], [], ["begun"])
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        *(("config.yaml", "a: [1"), ("config.yaml", "[1]"), ("plan.json", "[]")),
+        *(("plan.json", "{"), ("summary.json", '{"finished": true}')),
+    ],
+)
+def test_a_damaged_run_is_told_in_a_sentence(
+    name: str, content: str, tiny_run: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(tiny_run, run)
+    (run / name).write_text(content)
+    with pytest.raises(UserError, match=f"^{run}: unreadable run: [^\n]+$"):
+        find_runs([run])
 
 
 def test_folders_are_told_from_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

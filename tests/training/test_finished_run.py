@@ -64,6 +64,7 @@ def test_a_finished_run_stays_as_it_is_until_it_gets_a_larger_budget(
     assert summary["updates"] == 3
     # the most of any process of the run, also of those before this one
     assert summary["peak_memory_bytes"] == PEAK_BYTES
+    assert summary["changed_settings"] == ["budget.updates 2 -> 3 after update 2"]
 
     # killed after the last checkpoint and before the summary: that is made up for
     (directory / "summary.json").unlink()
