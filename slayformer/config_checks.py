@@ -128,9 +128,6 @@ def _validate_train(config: TrainConfig) -> None:
         raise ConfigError("run_directory", "''", "name a folder, or null for a new one in runs")
     if config.resume == "auto" and config.run_directory is None:
         raise ConfigError("resume", "auto", "needs run_directory, the run to go on with")
-    if config.initial_weights is not None and config.resume not in (None, "auto"):
-        hint = f"resume={config.resume} goes on with weights of its own; leave one of them out"
-        raise ConfigError("initial_weights", config.initial_weights, hint)
     _validate_engine(config.engine)
     if config.attention.redraws():
         # the backward pass and every rank need what the forward pass drew

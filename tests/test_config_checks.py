@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
+from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
@@ -13,6 +15,7 @@ from slayformer.config_loading import load_config, to_plain
 from slayformer.errors import ConfigError
 from slayformer.paper.tasks_command import TasksConfig
 from slayformer.paper.xmc_command import XmcConfig
+from slayformer.training.engine import deepspeed_settings
 
 REDRAWN = ["attention=performer", "attention.redraw_every=5"]
 RAMP = "start_samples: 8, increment_samples: 8"
@@ -108,6 +111,23 @@ def test_settings_of_deepspeed_come_back_as_they_were_given() -> None:
         "zero_optimization": {"overlap_comm": True},
         "wall_clock_breakdown": True,
     }
+
+
+@pytest.mark.parametrize("value", [None, 3, [1]])
+def test_settings_of_deepspeed_take_nothing_of_ours_away(value: Any) -> None:
+    config = load_config(compose("train", ["engine=zero2", "engine.precision=fp32"]))
+    config.engine.deepspeed = {"zero_optimization": value}
+    with pytest.raises(ConfigError, match=r"engine\.deepspeed\.zero_optimization=.*must be a mapp"):
+        deepspeed_settings(config, 100)
+
+
+@pytest.mark.slow
+def test_what_deepspeed_refuses_is_told_in_a_sentence(run_command: Any, tmp_path: Path) -> None:
+    wrong = "engine.deepspeed={zero_optimization: {overlap_coms: true}}"
+    finished = run_command(["train.py", "tokenizer=bytes", "engine=zero1", wrong], cwd=tmp_path)
+    assert finished.code == 2
+    assert finished.stderr.splitlines()[-1].startswith("error: engine.deepspeed={'zero_optim")
+    assert "DeepSpeed says of overlap_coms: Extra inputs are not permitted" in finished.stderr
 
 
 def test_a_configuration_of_before_these_options_is_read() -> None:

@@ -49,6 +49,8 @@ def run(config: ExportConfig) -> Path:
     inside_run = checkpoint.parent.name == FOLDER
     name = checkpoint.parent.parent.name if inside_run else checkpoint.name
     directory = Path(config.directory or Path("exports") / name)
+    if not directory.name:
+        raise ConfigError("directory", directory, "name a new folder")
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ConfigError("directory", directory, "is there already; name a new folder")
     loaded = load_model(checkpoint)

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from slayformer.config import SourceConfig
+from slayformer.huggingface.hub import is_hub_name
 from slayformer.training.checkpoint import FOLDER, LoadedModel
+from slayformer.training.initial_weights import recorded_identity
 from slayformer.training.logging import METRICS_FILE, read_records
 
 TRAINING_FILE = "training.yaml"
@@ -30,7 +32,7 @@ tags:
 
 # {name}
 
-A language model of {parameters:,} parameters, trained from scratch with SLAYformer. Its attention
+A language model of {parameters:,} parameters, trained {beginning} with SLAYformer. Its attention
 is `{mechanism}`.
 
 | | |
@@ -76,6 +78,7 @@ def model_card(name: str, checkpoint: Path, loaded: LoadedModel, *, model_format
         quoted_name=shlex.quote(name),
         parameters=sum(p.numel() for p in loaded.model.parameters()) - _filling(loaded),
         mechanism=mechanism,
+        beginning="further" if loaded.config.initial_weights else "from scratch",
         rows="\n".join(f"| {key} | {value} |" for key, value in _rows(checkpoint, loaded).items()),
         load=_LOAD[model_format],
         prompt=json.dumps(loaded.config.logging.sample_prompt, ensure_ascii=False),
@@ -88,10 +91,13 @@ def model_card(name: str, checkpoint: Path, loaded: LoadedModel, *, model_format
 def _rows(checkpoint: Path, loaded: LoadedModel) -> dict[str, str]:
     config, state = loaded.config, loaded.state
     model, packages = config.model, state.get("packages", {})
+    started = config.initial_weights
+    origin = {} if started is None else {"started from": _origin(started, checkpoint)}
     rows = {
         "shape": f"{model.layers} layers × {model.width}, {model.heads} heads of "
         f"{model.width // model.heads}, context of {model.context_length:,} tokens",
         "tokenizer": f"{loaded.tokenizer.name}, {loaded.tokenizer.vocabulary_size:,} tokens",
+        **origin,
         "data": _data(config.data.source),
         "trained on": f"{state['tokens']:,} tokens in {state['update']:,} updates",
         "learning rate": f"{config.optimizer.learning_rate:g}, {config.schedule.decay} decay",
@@ -112,6 +118,13 @@ def _rows(checkpoint: Path, loaded: LoadedModel) -> dict[str, str]:
         rows["code"] = f"SLAYformer at {state['git_revision']}"
     rows["packages"] = ", ".join(f"{name} {version}" for name, version in packages.items())
     return rows
+
+
+def _origin(weights: str, checkpoint: Path) -> str:
+    """Return what the initial weights were: the name on the hub, or of a folder, and a digest."""
+    name = weights if is_hub_name(weights) else Path(weights).name
+    identity = recorded_identity(checkpoint.parent.parent)
+    return f"`{name}`" + (f" ({identity})" if identity else "")
 
 
 def _data(source: SourceConfig) -> str:

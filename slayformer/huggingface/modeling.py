@@ -9,6 +9,7 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import (
     AutoModel,
@@ -21,6 +22,7 @@ from transformers import (
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import local_torch_dtype, slice_logits_to_keep
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
@@ -57,7 +59,13 @@ class SlayformerPreTrainedModel(PreTrainedModel):
         gradient_checkpointing_func: Checkpoint = CHECKPOINT,
         every_n_layers: int = 1,
     ) -> None:
-        """Let the backward pass compute every `every_n_layers`-th block again, or keep them all."""
+        """Let the backward pass compute every `every_n_layers`-th block again, or keep them all.
+
+        Raises ConfigError if the mechanism draws its features anew while it trains.
+        """
+        if enable and self.config.attention_options().redraws():
+            hint = "cannot follow draws that change in training; train.py takes redraw_every=0"
+            raise ConfigError("gradient_checkpointing", True, hint)
         self.gradient_checkpointing = enable
         self.base_model.transformer.recompute(
             "block" if enable else "none",
@@ -123,7 +131,9 @@ class SlayformerModel(SlayformerPreTrainedModel):
 
         `attention_mask` [B, T], or with a cache [B, tokens so far + T]: 0 for padding, which is
         neither seen nor counted. Positions count real tokens unless `position_ids` [B, T] are
-        given. A cache is used if it is given, or made if `use_cache` says so.
+        given; where those of a packed row, without mask and cache, do not go on by one, another
+        document begins, which sees nothing of those before. A cache is used if it is given, or
+        made if `use_cache` says so.
 
         Raises ConfigError for what does not exist here, ValueError beyond the context.
         """
@@ -143,18 +153,33 @@ class SlayformerModel(SlayformerPreTrainedModel):
         layers = None if cache is None else state_layers(cache, self.config.layers)
         states = None
         if layers is not None:
-            states = self.transformer.init_states(batch_size)
+            states = self.transformer.init_states(batch_size, input_ids.device)
             if layers[0].state is not None:
                 # each layer of a cache is reordered alone, so each holds what all share
                 _, seen_B = layers[0].state
                 states = ModelState([layer.state[0] for layer in layers], seen_B)
+        document_ids_BT = None
+        if position_ids is not None and mask_BT is None and states is None:
+            document_ids_BT = _packed_documents(position_ids.expand_as(input_ids))
         hidden_BTC, after = self.transformer(
-            input_ids, mask_BT=mask_BT, position_ids_BT=position_ids, states=states
+            input_ids,
+            mask_BT=mask_BT,
+            document_ids_BT=document_ids_BT,
+            position_ids_BT=position_ids,
+            states=states,
         )
         if layers is not None:
             for layer, state in zip(layers, after.layers, strict=True):
                 layer.advance((state, after.seen_B), length)
         return BaseModelOutputWithPast(last_hidden_state=hidden_BTC, cache=cache)
+
+
+def _packed_documents(position_ids_BT: Tensor) -> Tensor | None:
+    """Return the number of each token's document in its row [B, T], None if rows are one each."""
+    begins_BT = position_ids_BT.diff(dim=1) != 1
+    if not begins_BT.any():
+        return None
+    return F.pad(begins_BT.long().cumsum(dim=1), (1, 0))
 
 
 class SlayformerForCausalLM(SlayformerPreTrainedModel, GenerationMixin):
@@ -239,5 +264,7 @@ class SlayformerForCausalLM(SlayformerPreTrainedModel, GenerationMixin):
         super()._prepare_cache_for_generation(generation_config, *args, **kwargs)
 
 
+# Trainer's label smoothing shifts the labels of the models listed there alone
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[SlayformerConfig.model_type] = SlayformerForCausalLM.__name__
 AutoModel.register(SlayformerConfig, SlayformerModel)
 AutoModelForCausalLM.register(SlayformerConfig, SlayformerForCausalLM)

@@ -194,13 +194,18 @@ class GPT2(nn.Module):
         """Return the logits of the real vocabulary, [..., vocabulary_size]; padding is cut off."""
         return F.linear(hidden, self.head_weight)[..., : self.vocabulary_size]
 
-    def init_states(self, batch_size: int) -> ModelState:
-        """Return the state before the first token."""
-        device = self.token_embedding.weight.device
-        return ModelState(
-            layers=[block.init_state(batch_size, device) for block in self.blocks],  # type: ignore[operator]
-            seen_B=torch.zeros(batch_size, dtype=torch.long, device=device),
-        )
+    def init_states(self, batch_size: int, device: torch.device | str | None = None) -> ModelState:
+        """Return the state before the first token, each block's where its weights are.
+
+        `device` is that of the ids (None: the embedding's), to which offloaded weights come.
+        """
+        device = device or self.token_embedding.weight.device
+        layers = []
+        for block in self.blocks:
+            place = block.query_key_value.weight.device  # type: ignore[union-attr]
+            place = device if place.type == "meta" else place
+            layers.append(block.init_state(batch_size, place))  # type: ignore[operator]
+        return ModelState(layers, torch.zeros(batch_size, dtype=torch.long, device=device))
 
     def flops_per_token(self, sequence_length: int) -> int:
         """Return the FLOPs of one token's forward pass: matrix products (×2) and attention."""

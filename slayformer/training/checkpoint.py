@@ -83,14 +83,39 @@ def _named_by(file: Path) -> Path:
     return folder
 
 
+def newest_checkpoint(path: Path) -> tuple[Path, list[str]]:
+    """Return the checkpoint `find_checkpoint` finds, and warnings.
+
+    If the one that a run directory names has been deleted, the newest complete one that is left is
+    returned with a warning. Raises CheckpointError if there is none.
+    """
+    try:
+        return find_checkpoint(path), []
+    except CheckpointError as error:
+        left = complete_names(path / FOLDER)
+        if not left:
+            raise
+        return path / FOLDER / left[-1], [str(error)]
+
+
+def branched_from(directory: Path) -> Path | None:
+    """Return the checkpoint of another run that the one in `directory` set out from.
+
+    None once it has one of its own.
+    """
+    if has_checkpoint(directory) or not (directory / CONFIG).is_file():
+        return None
+    resume = read_config(directory).resume
+    return None if resume in (None, "auto") else Path(resume)
+
+
 def find_sound_checkpoint(path: Path) -> tuple[Path, list[str]]:
-    """Return the checkpoint `find_checkpoint` finds, verified, and warnings.
+    """Return the checkpoint `newest_checkpoint` finds, verified, and warnings.
 
     If the newest of a run directory is damaged, the newest sound one before it is returned with a
     warning. Raises CheckpointError if there is none.
     """
-    warnings: list[str] = []
-    newest = find_checkpoint(path)
+    newest, warnings = newest_checkpoint(path)
     earlier = []
     if (path / FOLDER).is_dir():
         names = complete_names(path / FOLDER)
@@ -123,7 +148,10 @@ def verify_checkpoint(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path / MANIFEST} is not a manifest of format {formats}")
     for name, listed in files.items():
         file = path / name
-        if not isinstance(listed, dict) or listed.keys() < {"bytes", "sha256"}:
+        kinds = {"bytes": int, "sha256": str}
+        if not isinstance(listed, dict) or any(
+            not isinstance(listed.get(key), kind) for key, kind in kinds.items()
+        ):
             raise CheckpointError(f"{path / MANIFEST} is damaged: it lists {name} as {listed!r}")
         if ".." in Path(name).parts or Path(name).is_absolute():
             raise CheckpointError(f"{path / MANIFEST} lists {name!r}, outside the checkpoint")

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slayformer.cli import LAUNCHER_VARIABLES, only_after_success
+from slayformer.cli import LAUNCHER_VARIABLES, USERS_ERRNOS, only_after_success
 from slayformer.cores import usable_cores
 from slayformer.errors import UserError
 from slayformer.training.watch import mark
@@ -245,8 +245,8 @@ def timed_out(error: RuntimeError) -> bool:
 def run_on_main(function: Callable[[], Value]) -> Value:
     """Run `function` on rank 0 and return its value on every rank.
 
-    What it raises is raised on every rank: a UserError as it is, anything else as RuntimeError on
-    the other ranks.
+    What it raises is raised on every rank: a UserError and what the disk says no to as they are,
+    anything else as RuntimeError on the other ranks.
     """
     if world_size() == 1:
         return function()
@@ -258,7 +258,8 @@ def run_on_main(function: Callable[[], Value]) -> Value:
         except BaseException as error:
             failure = error
     told = failure
-    if failure is not None and not isinstance(failure, UserError):
+    refused = isinstance(failure, OSError) and failure.errno in USERS_ERRNOS
+    if failure is not None and not refused and not isinstance(failure, UserError):
         # any other may not survive being sent
         told = RuntimeError(f"rank 0 failed: {failure!r}")
     value, told = broadcast_object((value, told))

@@ -15,10 +15,12 @@ import warnings
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from slayformer.config import EngineConfig, TrainConfig
 from slayformer.data.loader import Batch
+from slayformer.errors import ConfigError
 from slayformer.model.gpt2 import GPT2
 from slayformer.training import distributed
 from slayformer.training.devices import check_compiler, check_offload, check_precision
@@ -52,13 +54,18 @@ class TrainingEngine:
         parameters = sum(parameter.numel() for parameter in objective.parameters())
         optimizer = build_optimizer(objective, config.optimizer, self.device)
         settings = deepspeed_settings(config, parameters)
-        if self.zero_stage == 3:
-            # takes the weights to the device one by one and cuts each: together they need not fit
-            deepspeed.zero.Init(module=objective, config_dict_or_path=settings)
-        objective.to(self.device)
-        self._engine, *_ = deepspeed.initialize(
-            model=objective, optimizer=optimizer, config=settings
-        )
+        try:
+            if self.zero_stage == 3:
+                # takes the weights to the device one by one and cuts each: all need not fit
+                deepspeed.zero.Init(module=objective, config_dict_or_path=settings)
+            objective.to(self.device)
+            self._engine, *_ = deepspeed.initialize(
+                model=objective, optimizer=optimizer, config=settings
+            )
+        except ValidationError as error:
+            first = error.errors()[0]
+            hint = f"DeepSpeed says of {'.'.join(map(str, first['loc']))}: {first['msg']}"
+            raise ConfigError("engine.deepspeed", config.engine.deepspeed, hint) from error
         distributed.limit_waiting()
         if self.zero_stage in (1, 2) and not config.engine.offload_optimizer:
             _share_weights(self._engine.optimizer)
@@ -94,11 +101,12 @@ class TrainingEngine:
         self._engine.set_gradient_accumulation_boundary(last)
         self._engine.backward(loss)
 
-    def step(self, learning_rate: float) -> float:
+    def step(self, learning_rate: float, *, is_poisoned: bool = False) -> float:
         """Update the weights; return the norm of all gradients before clipping.
 
         Every parameter group learns at its own scale of `learning_rate`. Gradients that are not
-        finite are dropped with nothing changed but fp16's loss scale; neither is the norm then.
+        finite are dropped with nothing changed but fp16's loss scale, which says nothing of those
+        that `is_poisoned` on purpose; neither is the norm finite then.
         """
         for group in self._engine.optimizer.param_groups:
             group["lr"] = learning_rate * group["learning_rate_scale"]
@@ -109,7 +117,7 @@ class TrainingEngine:
             self._engine.optimizer.zero_grad()
         if self.zero_stage > 0:
             norm = float(self._engine.get_global_grad_norm())
-        if self.loss_scale is not None:
+        if self.loss_scale is not None and not is_poisoned:
             self.loss_scale.after_update(overflowed=not math.isfinite(norm))
         return norm
 
@@ -228,7 +236,10 @@ def _merged(settings: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
     both = dict(settings)
     for key, value in more.items():
         inner = both.get(key)
-        if isinstance(inner, dict) and isinstance(value, dict):
+        if isinstance(inner, dict):
+            if not isinstance(value, dict):
+                hint = "must be a mapping: the settings in it are added to ours"
+                raise ConfigError(f"engine.deepspeed.{key}", value, hint)
             value = _merged(inner, value)
         both[key] = value
     return both

@@ -29,6 +29,7 @@ from slayformer.training.checkpoint import (
     CONFIG,
     TOKENIZER,
     WEIGHTS,
+    branched_from,
     find_checkpoint,
     has_checkpoint,
     read_config,
@@ -88,10 +89,12 @@ def recorded_path(config: TrainConfig) -> str | None:
         return config.initial_weights
     if config.resume != "auto" or has_checkpoint(Path(config.run_directory or "")):
         return None
+    # killed before its first checkpoint
     record = Path(config.run_directory or "") / CONFIG
+    if branched_from(record.parent) is not None:
+        return None
     if config.initial_weights is not None or not record.is_file():
         return config.initial_weights
-    # killed before its first checkpoint
     return read_config(record.parent).initial_weights
 
 

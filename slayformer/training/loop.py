@@ -175,10 +175,11 @@ class Training:
         )
         loss_scale = self.engine.loss_scale and self.engine.loss_scale.value
         with self.meter.part("optimizer", wait=True):
-            norm = self.engine.step(rate)
+            norm = self.engine.step(rate, is_poisoned=fault is not None)
         if fault is None and loss_scale is None:
             fault = self._judge(self.bad_updates.of_gradient(norm), samples)
-        if fault is None:
+        # fp16 drops what overflows
+        if fault is None and math.isfinite(norm):
             self.bad_updates.accept(nats / targets)
         told = self.meter.end_update(targets)
         self.update += 1

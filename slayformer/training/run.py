@@ -13,7 +13,7 @@ from slayformer.attention.context_parallel import check_context_parallel
 from slayformer.config import TrainConfig
 from slayformer.config_checks import BUDGET_OPTIONS
 from slayformer.data.tokenizer import vocabulary_size
-from slayformer.errors import UserError
+from slayformer.errors import ConfigError, UserError
 from slayformer.training import checkpoint, distributed
 from slayformer.training.budget import Plan, make_plan
 from slayformer.training.engine import check_engine
@@ -42,6 +42,10 @@ def run(config: TrainConfig) -> Path | None:
     Raises UserError for whatever the user can mend.
     """
     config = with_absolute_paths(config)
+    # asked for together; a branch has both on record
+    if config.initial_weights is not None and config.resume not in (None, "auto"):
+        hint = f"resume={config.resume} goes on with weights of its own; leave one of them out"
+        raise ConfigError("initial_weights", config.initial_weights, hint)
     vocabulary = vocabulary_size(config.tokenizer)
     check_context_parallel(config.model, config.attention, config.engine.context_parallel)
     if config.dry_run:
@@ -104,6 +108,9 @@ def _train(
     # what the run started from stays on record however it goes on
     origin = checkpoint.read_config(start.checkpoint).initial_weights if start.checkpoint else None
     config = replace(config, initial_weights=origin or recorded_path(config))
+    if start.is_branch:
+        # killed before its first checkpoint it sets out from there again
+        config = replace(config, resume=str(start.checkpoint))
     advice = f"go on from the newest checkpoint with: {resume_command(start.directory)}"
     with distributed.shared_sequences(plan.context_parallel):
         try:

@@ -25,9 +25,11 @@ from slayformer.huggingface.hub import is_hub_name
 from slayformer.training.budget import Plan
 from slayformer.training.checkpoint import (
     FOLDER,
+    branched_from,
     find_checkpoint,
     find_sound_checkpoint,
     has_checkpoint,
+    newest_checkpoint,
     read_state,
 )
 from slayformer.training.going_on import check_fits
@@ -119,18 +121,20 @@ def _find_start(config: TrainConfig, plan: Plan, data: PreparedData) -> RunStart
     if config.resume == "auto":
         assert config.run_directory is not None
         directory = Path(config.run_directory)
-        if not has_checkpoint(directory):
+        origin = branched_from(directory)
+        if origin is None and not has_checkpoint(directory):
             _make(directory, exist_ok=True)
             return RunStart(directory)
-        checkpoint, warnings = find_sound_checkpoint(directory)
+        checkpoint, warnings = find_sound_checkpoint(origin or directory)
     else:
+        origin = None
         checkpoint, warnings = find_sound_checkpoint(Path(config.resume))
     check_fits(checkpoint, config, plan, data)
     home = checkpoint.parent.parent if checkpoint.parent.name == FOLDER else None
     if home is None and config.run_directory is None:
         raise CheckpointError(f"{checkpoint} is not inside a run; give run_directory=NEW_FOLDER")
     if home is not None and config.run_directory in (None, str(home)):
-        newest = find_checkpoint(home)
+        newest, _ = newest_checkpoint(home)
         if newest.name != checkpoint.name and not warnings:
             raise CheckpointError(
                 f"{checkpoint} is not the newest of its run ({newest.name} is); to branch off "
@@ -138,7 +142,9 @@ def _find_start(config: TrainConfig, plan: Plan, data: PreparedData) -> RunStart
             )
         done = _is_finished(home, checkpoint, plan)
         return RunStart(home, checkpoint, home, tuple(warnings), done)
-    return RunStart(_make_directory(config), checkpoint, home, tuple(warnings))
+    # a branch that was killed has its directory
+    directory = _make_directory(config) if origin is None else Path(str(config.run_directory))
+    return RunStart(directory, checkpoint, home, tuple(warnings))
 
 
 def _is_finished(home: Path, checkpoint: Path, plan: Plan) -> bool:

@@ -50,6 +50,7 @@ def compared_with_plain_loop(folder: Path) -> dict[str, list[str]]:
         runs[f"nan_loss-{stage}"] = [zero, skip]
         if stage in (0, 2):
             runs[f"nan_gradient-{stage}"] = [zero, skip]
+            runs[f"nan_loss_fp16-{stage}"] = [zero, skip, "engine.precision=fp16"]
             runs[f"spike-{stage}"] = [zero, "bad_updates.spike_factor=2"]
             runs[f"unclipped-{stage}"] = [zero, "optimizer.gradient_clipping=0"]
             # parameter groups of several learning rates

@@ -123,6 +123,20 @@ def test_fp16_skips_overflows_and_then_follows_fp32(
     assert (saved[head] - weights[head]).abs().mean() < 2e-4
 
 
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_bad_update_says_nothing_of_the_loss_scale(launch: Any, stage: int) -> None:
+    case = f"nan_loss_fp16-{stage}"
+    norms = launch.metrics(case, "gradient_norm")
+    dropped = [update for update, norm in enumerate(norms) if norm is None]
+    assert BAD_UPDATE in dropped
+    assert len(dropped) > 1
+    overflows = [update for update in dropped if update != BAD_UPDATE]
+    assert launch.metrics(case, "loss_scale") == [
+        FIRST_LOSS_SCALE / 2 ** sum(overflow < update for overflow in overflows)
+        for update in range(24)
+    ]
+
+
 @pytest.mark.parametrize("case", ["offload-2", "fp16-1"])
 def test_resumed_bit_for_bit(launch: Any, case: str) -> None:
     for key in ("update", "loss", "gradient_norm", "learning_rate"):

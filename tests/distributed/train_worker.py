@@ -6,6 +6,7 @@ rank writes FOLDER/name-RANK.json with a digest of its weights and buffers.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -85,10 +86,10 @@ class Observed(engine.TrainingEngine):
             return nats_BT * 100
         return nats_BT
 
-    def step(self, learning_rate: float) -> float:
+    def step(self, learning_rate: float, *, is_poisoned: bool = False) -> float:
         self.updates += 1
         Late.updates += 1
-        return super().step(learning_rate)
+        return super().step(learning_rate, is_poisoned=is_poisoned)
 
     def close(self) -> None:
         model = self.objective.model
@@ -137,6 +138,12 @@ def talk() -> None:
     with pytest.raises(ConfigError, match=r"^field=0: only rank 0 finds it$") as caught:
         distributed.run_on_main(refuse)
     assert caught.value.value == 0
+
+    def fill() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl")
+
+    with pytest.raises(OSError, match=r"No space left on device: 'metrics\.jsonl'"):
+        distributed.run_on_main(fill)
 
 
 distributed.initialize()

@@ -147,6 +147,7 @@ def test_mistakes_are_told(slay_run: Path, tmp_path: Path, monkeypatch: Any) -> 
         ({"checkpoint": None}, "checkpoint=null: give a run directory"),
         ({"checkpoint": "nowhere"}, "no checkpoint at nowhere"),
         ({"checkpoint": run, "directory": "full"}, "directory=full: is there already"),
+        ({"checkpoint": run, "directory": "."}, "directory=.: name a new folder"),
         ({"checkpoint": run, "directory": "full/notes.txt/x"}, "notes.txt/x: cannot be written"),
         ({"checkpoint": run, "format": "gpt2"}, "attention=slay_best: GPT-2 has attention=softmax"),
     ]

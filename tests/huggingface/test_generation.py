@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -139,3 +140,19 @@ def test_generation_that_cannot_work_is_refused(tiny: Any, ids: torch.Tensor) ->
             continued(model, ids, 5, cache_implementation=kind)
     with pytest.raises(ValueError, match="cache that can be cropped"):
         continued(model, ids[:1], 5, assistant_model=tiny("softmax"), do_sample=False)
+
+
+@pytest.mark.parametrize("name", ["softmax", "slay"])
+def test_offloaded_weights_generate_the_same(
+    name: str, tiny: Any, ids: torch.Tensor, tmp_path: Path
+) -> None:
+    from slayformer.huggingface import SlayformerForCausalLM
+
+    model = tiny(name, short_convolution=3)
+    model.save_pretrained(tmp_path / "saved")
+    offloaded = SlayformerForCausalLM.from_pretrained(
+        tmp_path / "saved", device_map={"": "disk"}, offload_folder=tmp_path / "offloaded"
+    )
+    assert offloaded.model.transformer.token_embedding.weight.device.type == "meta"
+    options: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False}
+    assert torch.equal(offloaded.generate(ids, **options), model.generate(ids, **options))

@@ -11,10 +11,11 @@ import safetensors.torch
 import torch
 from torch.nn import functional as F
 
+from slayformer.config_loading import to_plain
 from slayformer.errors import CheckpointError, ConfigError
 from slayformer.huggingface import SlayformerConfig, SlayformerForCausalLM, SlayformerModel
 from slayformer.model.gpt2 import GPT2
-from slayformer.presets import preset_names
+from slayformer.presets import load_preset, preset_names
 
 # every mechanism, these on each check
 QUICK = {"softmax", "slay", "slay_best", "slay_tensor_sketch", "cosformer"}
@@ -263,3 +264,30 @@ def test_impossible_requests_are_refused(tiny: Any, ids: torch.Tensor) -> None:
         model(torch.ones(1, 97, dtype=torch.long))
     with pytest.raises(TypeError, match="inputs_embeds"):
         model(inputs_embeds=torch.zeros(1, 2, 32))
+
+
+@pytest.mark.parametrize("name", ["softmax", "slay", "slay_best", "cosformer"])
+def test_packed_documents_see_nothing_of_one_another(
+    name: str, tiny: Any, ids: torch.Tensor
+) -> None:
+    """As DataCollatorWithFlattening packs them: positions begin anew, and there is no mask."""
+    model = tiny(name)
+    rows = [ids[0], ids[1, :7], ids[2, :1]]
+    packed = torch.cat(rows)[None]
+    places = torch.cat([torch.arange(len(row)) for row in rows])[None]
+    with torch.no_grad():
+        together = model(packed, position_ids=places).logits[0]
+        apart = torch.cat([model(row[None]).logits[0] for row in rows])
+        # positions that go on by one are one document
+        later = torch.arange(3, 23)[None]
+        moved = model(ids[:1], position_ids=later).logits
+        masked = model(ids[:1], position_ids=later, attention_mask=torch.ones(1, 20)).logits
+    torch.testing.assert_close(together, apart, rtol=0, atol=2e-5)
+    torch.testing.assert_close(moved, masked, rtol=0, atol=2e-5)
+
+
+def test_draws_that_change_are_not_recomputed(tiny: Any) -> None:
+    attention = {**to_plain(load_preset("performer_favor")), "redraw_every": 3}
+    with pytest.raises(ConfigError, match="gradient_checkpointing=true: cannot follow draws"):
+        tiny(attention).gradient_checkpointing_enable()
+    tiny("performer_favor").gradient_checkpointing_enable()

@@ -65,3 +65,25 @@ def test_trainer_does_what_a_plain_loop_does(accumulation: int, tiny: Any, tmp_p
         assert torch.equal(loaded(rows).logits, model.eval()(rows).logits)
     evaluated = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
     assert len(evaluated) == 1
+
+
+def test_label_smoothing_scores_the_next_token(
+    tiny: Any, ids: torch.Tensor, tmp_path: Path
+) -> None:
+    """Trainer shifts labels for the models it knows to be causal; transformers' GPT-2 is one."""
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), label_smoothing_factor=0.1, use_cpu=True, report_to=[]
+    )
+    theirs = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=211)).eval()
+    for model in (theirs, tiny("softmax")):
+        trainer = Trainer(model=model, args=arguments)
+        with torch.no_grad():
+            told = trainer.compute_loss(model, {"input_ids": ids, "labels": ids.clone()})
+            logits = model(ids).logits[:, :-1]
+        # torch's smoothing spreads 0.1 over all classes, as Trainer's does
+        expected = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), ids[:, 1:].flatten(), label_smoothing=0.1
+        )
+        torch.testing.assert_close(told, expected, rtol=1e-5, atol=0)

@@ -144,6 +144,19 @@ def test_a_damaged_newest_falls_back_to_the_one_before(save: Save, tmp_path: Pat
         find_sound_checkpoint(tmp_path / "run")
 
 
+def test_a_newest_that_was_deleted_is_passed_over(save: Save, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    kept, gone = save(10), save(11)
+    shutil.rmtree(gone)
+    found, (warning,) = find_sound_checkpoint(run)
+    assert found == kept
+    assert "names 'update_0000011', which is not there" in warning
+    assert "going on from update_0000010" in warning
+    shutil.rmtree(kept)
+    with pytest.raises(CheckpointError, match="which is not there; complete: none"):
+        find_sound_checkpoint(run)
+
+
 def test_files_are_readable_by_others(save: Save) -> None:
     folder = save(10)
     modes = {oct(path.stat().st_mode & 0o777) for path in folder.rglob("*") if path.is_file()}
@@ -326,7 +339,13 @@ def test_a_kill_before_the_first_latest_loses_no_checkpoint(save: Save) -> None:
     assert not checkpoint.has_checkpoint(run / "checkpoints")
 
 
-@pytest.mark.parametrize("listed", [None, {}, {"bytes": 3}, [1, 2]])
+@pytest.mark.parametrize(
+    "listed",
+    [
+        *(None, {}, [1, 2], {"bytes": 3}, {"bytes": 3, "sha256": None}),
+        *({"bytes": 3, "sha257": "a"}, {"bytes": "3", "sha256": "a"}),
+    ],
+)
 def test_a_manifest_that_says_nothing_of_a_file_is_damage(save: Save, listed: Any) -> None:
     path = save(3)
     manifest = json.loads((path / "manifest.json").read_text())

@@ -31,6 +31,7 @@ from slayformer.training.initial_weights import (
     recorded_identity,
     write_record,
 )
+from slayformer.training.run import run as train
 from slayformer.training.saving import Snapshot, write_checkpoint
 
 VOCABULARY = 257
@@ -247,7 +248,7 @@ def test_what_is_damaged_or_no_weights_is_refused(
 
 def test_it_contradicts_a_checkpoint_to_resume(train_config: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"initial_weights=.*leave one of them out"):
-        train_config(f"initial_weights={tmp_path}", f"resume={tmp_path}/x")
+        train(train_config(f"initial_weights={tmp_path}", f"resume={tmp_path}/x"))
 
 
 def test_one_model_in_two_places_is_one_beginning(train_config: Any, tmp_path: Path) -> None:
@@ -315,6 +316,22 @@ def test_a_run_starts_from_them_and_goes_on_without_the_path(
     assert finished.code == 0, finished.stderr
     identities = {read_run(one).config["initial_weights"] for one in (run, branch)}
     assert identities == {recorded_identity(run)} != {None}
+    # what the branch saved can be used, and goes on; killed before it saved it begins there again
+    assert load_model(branch).state["update"] == 4
+    first = [json.loads(line) for line in (branch / "metrics.jsonl").open()]
+    shutil.rmtree(branch / "checkpoints")
+    going_on = [*overrides, f"run_directory={branch}", "resume=auto"]
+    for updates in (4, 5):
+        finished = run_command(["train.py", *going_on, f"budget.updates={updates}"])
+        assert finished.code == 0, finished.stderr
+    assert "going on after update 4" in finished.stdout
+    again = [json.loads(line) for line in (branch / "metrics.jsonl").open()]
+    losses = [
+        {r["update"]: r["loss"] for r in records if r["kind"] == "train"}
+        for records in (first, again)
+    ]
+    assert [*losses[1]] == [1, 2, 3, 4, 5]
+    assert {update: losses[1][update] for update in losses[0]} == losses[0]
     finished = run_command(["train.py", *overrides, "resume=auto", f"initial_weights={tmp_path}"])
     assert finished.code == 2
     assert "started from initial_weights=" in finished.stderr

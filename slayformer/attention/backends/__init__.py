@@ -72,6 +72,8 @@ def attend_now(
     offset: Tensor | float | None,
 ) -> tuple[Tensor, Tensor]:
     """Do what `attend` does, outside of any graph."""
+    if memory.device != q.device:
+        raise ValueError(f"the state is on {memory.device}, and q on {q.device}")
     refusals: list[str] = []
     for name in BACKENDS if wanted == "auto" else (wanted,):
         backend = BACKENDS[name]
