@@ -111,6 +111,7 @@ READERS: dict[str, Callable[[Arguments], Any]] = {
     "scripts/bench_train.py": read_bench_train,
     "scripts/paper.py": read_paper,
     "scripts/tasks.py": of("tasks"),
+    "scripts/xmc.py": of("xmc"),
     "scripts/generate.py": read_generate,
     "scripts/check_kernels.py": read_nothing,
 }
