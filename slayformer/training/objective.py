@@ -27,13 +27,6 @@ SMALLEST_BLOCK = 256
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def token_cross_entropy(
-    hidden_NC: Tensor, weight_VC: Tensor, targets_N: Tensor, vocabulary_size: int
-) -> Tensor:
-    """Return the cross entropy of every target in nats: `token_losses` without a z-loss."""
-    return token_losses(hidden_NC, weight_VC, targets_N, vocabulary_size, 0.0)[0]
-
-
 def token_losses(
     hidden_NC: Tensor, weight_VC: Tensor, targets_N: Tensor, vocabulary_size: int, z_loss: float
 ) -> tuple[Tensor, Tensor]:
