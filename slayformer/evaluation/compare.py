@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ from slayformer.presets import preset_names
 from slayformer.training.run_directory import with_absolute_paths
 
 SETTINGS_FILE = "settings.json"
+# where the same text or weights may be written in several ways
+PATHS = ("data.source.path", "data.validation_source.path", "initial_weights")
 # set by the comparison for each cell
 OWN_TRAIN_KEYS = {
     "attention": "name the mechanisms in attention=[…]",
@@ -111,7 +114,7 @@ def run(config: CompareConfig, overrides: Sequence[str]) -> int:
     )
 
     # those of earlier calls as well
-    found = find_runs([directory], required=False)
+    found = find_runs(_folders(directory, record["attention"]), required=False)
     unfinished = [cell.title for cell in failed]
     unfinished += [n for n in found.unfinished if n not in {cell.folder.name for cell in failed}]
     notes = [f"Did not finish: {', '.join(unfinished)}."] if unfinished else []
@@ -168,6 +171,13 @@ def _plan_recall(directory: Path, mechanism: str, seed: int, overrides: list[str
     return Cell(folder, title, given, config, config.updates, script=RECALL)
 
 
+def _folders(directory: Path, mechanisms: Iterable[str]) -> list[Path]:
+    """Return the folders of the comparison's own runs, whichever call made them."""
+    names = "|".join(re.escape(mechanism) for mechanism in mechanisms)
+    own = re.compile(rf"(?:{names})(?:-recall)?-seed\d+")
+    return [path for path in sorted(directory.glob("*/")) if own.fullmatch(path.name)]
+
+
 def _baseline(config: CompareConfig, runs: Sequence[Run]) -> str | None:
     """Return the baseline asked for, None if none of its runs finished."""
     finished = config.baseline in {run.mechanism for run in runs}
@@ -191,6 +201,9 @@ def join_record(directory: Path, cells: Sequence[Cell]) -> dict[str, Any]:
     path = directory / SETTINGS_FILE
     try:
         earlier = json.loads(path.read_text(encoding="utf-8"))
+        # so versions before this one wrote that none was measured
+        if earlier.get("recall") is None:
+            earlier.pop("recall", None)
         before, known = _by_key(earlier), earlier["attention"]
     except FileNotFoundError:
         return settings
@@ -198,10 +211,17 @@ def join_record(directory: Path, cells: Sequence[Cell]) -> dict[str, Any]:
         raise UserError(f"{path} is not the settings of a comparison: {error!r}") from error
     now = _by_key(settings)
     for key in differing_keys([before, now]):
+        if key in PATHS and _absolute(value_of(before, key)) == value_of(now, key):
+            # earlier versions wrote them as they were given
+            continue
         hint = f"the comparison in {directory} was made with {as_written(value_of(before, key))}"
         raise ConfigError(key, value_of(now, key), f"{hint}; choose another directory")
     # recall may join later, and be left out again
     return {**earlier, **settings, "attention": {**known, **settings["attention"]}}
+
+
+def _absolute(path: Any) -> str:
+    return str(Path(str(path)).expanduser().absolute())
 
 
 def _by_key(settings: dict[str, Any]) -> dict[str, Any]:

@@ -89,11 +89,12 @@ def _course(run: Run, first: Run) -> list[tuple[str, Any, Any]]:
     A run that a larger budget trained further has the plan of one that had it from the start.
     """
     there = {record["update"]: record for record in first.metrics if record["kind"] == "train"}
+    peak = max((record.get("learning_rate", 0.0) for record in there.values()), default=0.0)
     for here in run.metrics:
         if here["kind"] == "train" and (other := there.get(here["update"])):
-            for key in ("learning_rate", "tokens"):
-                # cosines of two machines may differ in the last digit
-                if key in here and key in other and not math.isclose(here[key], other[key]):
+            for key in sorted({"learning_rate", "tokens"} & here.keys() & other.keys()):
+                # cosines of two machines may differ in the last digit, and cancel at the end
+                if not math.isclose(here[key], other[key], abs_tol=1e-9 * peak):
                     return [(f"{key} of update {here['update']:,}", here[key], other[key])]
     return []
 
@@ -107,7 +108,7 @@ def _changes(run: Run) -> str:
 def _text(run: Run, first: Run) -> tuple[str, Any, Any]:
     """Return what is known of the text of both, in training and validation."""
     if run.data_identity and first.data_identity:
-        return "text", run.data_identity[:12], first.data_identity[:12]
+        return "description of the text (digest)", run.data_identity[:12], first.data_identity[:12]
     # every token counts in it; sums of two machines may differ in the last digit
     ours, theirs = (one.summary["unigram_loss"] for one in (run, first))
     return "unigram_loss", ours, ours if math.isclose(ours, theirs) else theirs

@@ -28,7 +28,7 @@ class Run:
     """What a finished run left behind in `folder`.
 
     `mechanism` names it in tables. `config` has dotted keys, and as `initial_weights` what they
-    are rather than where; it and `environment` are empty, `data_identity` (a digest of its text)
+    are rather than where; it and `environment` are empty, `data_identity` (of its text and split)
     and `documents` None, where the run kept none.
     """
 

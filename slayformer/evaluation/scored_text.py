@@ -156,8 +156,9 @@ def _kind_of(data: str) -> str:
             raise ConfigError("data", data, f"{hint}data=text source.path={data}")
         return "text"
     # a data set comes with a README
-    names = [p for p in path.rglob("*") if not p.name.startswith(".") and p.stem != "README"]
-    suffixes = {one.suffix.lower() for one in names}
+    names = [p.relative_to(path) for p in path.rglob("*") if p.is_file() and p.stem != "README"]
+    hidden = {name for name in names if any(part.startswith(".") for part in name.parts)}
+    suffixes = {name.suffix.lower() for name in {*names} - hidden}
     of_text, of_dataset = (
         sorted(suffixes & {*known}) for known in (TEXT_SUFFIXES, DATASET_SUFFIXES)
     )

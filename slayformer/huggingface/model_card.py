@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -122,8 +123,12 @@ def _rows(checkpoint: Path, loaded: LoadedModel) -> dict[str, str]:
 
 def _origin(weights: str, checkpoint: Path) -> str:
     """Return what the initial weights were: the name on the hub, or of a folder, and a digest."""
-    name = weights if is_hub_name(weights) else Path(weights).name
-    identity = recorded_identity(checkpoint.parent.parent)
+    path = Path(weights)
+    folder = path.parent.parent if path.parent.name == FOLDER else path
+    name = weights if is_hub_name(weights) else folder.name
+    identity = None
+    with suppress(OSError, ValueError, KeyError):
+        identity = recorded_identity(checkpoint.absolute().parent.parent)
     return f"`{name}`" + (f" ({identity})" if identity else "")
 
 

@@ -160,6 +160,9 @@ class SlayformerModel(SlayformerPreTrainedModel):
                 states = ModelState([layer.state[0] for layer in layers], seen_B)
         document_ids_BT = None
         if position_ids is not None and mask_BT is None and states is None:
+            last, context = int(position_ids.max()), self.config.context_length
+            if last >= context:
+                raise ValueError(f"position {last} is beyond the context of {context} tokens")
             document_ids_BT = _packed_documents(position_ids.expand_as(input_ids))
         hidden_BTC, after = self.transformer(
             input_ids,

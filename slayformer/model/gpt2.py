@@ -255,6 +255,7 @@ class GPT2(nn.Module):
                 context_group, ids_BT.shape[0], length, document_ids_BT, ids_BT.device
             )
             seen_B = seen_B + stretch.start
+        given = position_ids_BT is not None
         if position_ids_BT is None:
             position_ids_BT = seen_B[:, None] + (real_BT.cumsum(dim=1) - 1).clamp_min(0)
         # without a cache or padding the length tells, and no device has to be waited for
@@ -262,7 +263,8 @@ class GPT2(nn.Module):
         start = 0 if stretch is None else stretch.start
         # whoever records a graph sees to it that there is room
         last = start + length - 1 if plain or is_recording() else int(position_ids_BT.max())
-        if last >= self.context_length:
+        # those who give positions of their own see to them too
+        if last >= self.context_length and not (given and plain):
             raise ValueError(
                 f"position {last} is beyond the context of {self.context_length} tokens"
             )

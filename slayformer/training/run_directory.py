@@ -26,7 +26,6 @@ from slayformer.training.budget import Plan
 from slayformer.training.checkpoint import (
     FOLDER,
     branched_from,
-    find_checkpoint,
     find_sound_checkpoint,
     has_checkpoint,
     newest_checkpoint,
@@ -111,7 +110,7 @@ def _home(config: TrainConfig) -> Path | None:
         return Path(config.run_directory)
     if config.resume is None:
         return None
-    parent = find_checkpoint(Path(config.resume)).parent
+    parent = newest_checkpoint(Path(config.resume))[0].parent
     return parent.parent if parent.name == FOLDER else None
 
 

@@ -153,6 +153,11 @@ def test_a_folder_belongs_to_one_comparison(tmp_path: Path) -> None:
     claim([f"data.source.path={Path('documents').absolute()}"])
     with pytest.raises(ConfigError, match=r"prescale_gradients=true: .* made with null"):
         claim(["engine.deepspeed={prescale_gradients: true}"])
+    # as versions wrote it that kept paths as they were given, and null for no recall
+    record = json.loads((tmp_path / SETTINGS_FILE).read_text())
+    record["shared"]["data"]["source"]["path"] = "documents"
+    (tmp_path / SETTINGS_FILE).write_text(json.dumps({**record, "recall": None}))
+    claim([], recall=True)
     with pytest.raises(ConfigError, match=r"processes=2: .* made with 1; choose another dir"):
         claim([], processes=2)
 

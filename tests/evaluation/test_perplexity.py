@@ -256,7 +256,8 @@ def test_wikitext_from_local_parquet(tiny_run: Path, tmp_path: Path) -> None:
         evaluate(checkpoint=checkpoint, data=str(folder), source=EvalSourceConfig(split="nothing"))
     # a data set of the hub has a README, which is none of its documents
     (folder / "README.md").write_text("about it")
-    (folder / ".gitattributes.txt").write_text("hidden")
+    (folder / ".hidden").mkdir()
+    (folder / ".hidden" / "notes.txt").write_text("hidden")
     again = evaluate(checkpoint=checkpoint, data=str(folder), source=EvalSourceConfig(split="test"))
     assert again["text_sha256"] == scored["text_sha256"]
     (folder / "notes.txt").write_text("whose?")

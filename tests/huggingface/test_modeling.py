@@ -282,6 +282,14 @@ def test_packed_documents_see_nothing_of_one_another(
         later = torch.arange(3, 23)[None]
         moved = model(ids[:1], position_ids=later).logits
         masked = model(ids[:1], position_ids=later, attention_mask=torch.ones(1, 20)).logits
+        # a row may be longer than the context, a document may not
+        longer = model(
+            ids.reshape(1, -1).repeat(1, 2), position_ids=torch.arange(20).repeat(6)[None]
+        )
+        whole = model(ids.repeat(2, 1)).logits.reshape(1, 120, -1)
+    torch.testing.assert_close(longer.logits, whole, rtol=0, atol=2e-5)
+    with pytest.raises(ValueError, match="position 100 is beyond the context of 96 tokens"):
+        model(ids[:1], position_ids=torch.arange(81, 101)[None])
     torch.testing.assert_close(together, apart, rtol=0, atol=2e-5)
     torch.testing.assert_close(moved, masked, rtol=0, atol=2e-5)
 
