@@ -22,8 +22,9 @@ from slayformer.data.prepare import prepare
 from slayformer.data.tokenizer import BytesTokenizer
 from slayformer.errors import CheckpointError, ConfigError
 from slayformer.evaluation.runs import read_run
+from slayformer.huggingface.model_card import model_card
 from slayformer.model.gpt2 import GPT2
-from slayformer.training.checkpoint import load_model
+from slayformer.training.checkpoint import find_checkpoint, load_model
 from slayformer.training.initial_weights import (
     check_tokenizer,
     find_initial_weights,
@@ -316,6 +317,12 @@ def test_a_run_starts_from_them_and_goes_on_without_the_path(
     assert finished.code == 0, finished.stderr
     identities = {read_run(one).config["initial_weights"] for one in (run, branch)}
     assert identities == {recorded_identity(run)} != {None}
+    card = model_card(
+        "mine", find_checkpoint(branch), load_model(branch), model_format="slayformer"
+    )
+    assert "trained further with SLAYformer" in card
+    assert f"| started from | `source` ({recorded_identity(run)}) |" in card
+    assert str(tmp_path) not in card
     # what the branch saved can be used, and goes on; killed before it saved it begins there again
     assert load_model(branch).state["update"] == 4
     first = [json.loads(line) for line in (branch / "metrics.jsonl").open()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,10 @@ def test_going_on_in_place_and_branching_off(train_config: Any, tmp_path: Path) 
     assert (fallen_back.directory, fallen_back.checkpoint) == (run, first)
     assert not fallen_back.is_branch
     assert "update_0000004 is damaged" in fallen_back.warnings[0]
+    # so is one that was deleted
+    shutil.rmtree(newest)
+    for asked in ([f"run_directory={run}", "resume=auto"], [f"resume={run}"], [f"resume={first}"]):
+        assert start(train_config(*asked)).checkpoint == first
 
 
 def test_a_checkpoint_on_its_own_needs_a_new_directory(train_config: Any, tmp_path: Path) -> None:
