@@ -34,7 +34,6 @@ from slayformer.evaluation.report_files import write_report
 from slayformer.evaluation.report_table import print_report
 from slayformer.evaluation.runs import Run, find_runs
 from slayformer.presets import preset_names
-from slayformer.training.run_directory import with_absolute_paths
 
 SETTINGS_FILE = "settings.json"
 # where the same text or weights may be written in several ways
@@ -190,6 +189,8 @@ def join_record(directory: Path, cells: Sequence[Cell]) -> dict[str, Any]:
     More seeds and mechanisms may join one that is there; raises ConfigError if anything else
     differs, for then it is another comparison.
     """
+    from slayformer.training.run_directory import with_absolute_paths
+
     settings: dict[str, Any] = {"processes": max(cell.processes for cell in cells), "attention": {}}
     for cell in cells:
         if isinstance(cell.config, TrainConfig):
