@@ -127,7 +127,7 @@ def test_one_text_in_several_places_makes_one_row() -> None:
         run = make_run(f"{place}{seed}", seed=seed, data__source__path=place, data__parts=seed)
         return replace(run, data_identity=identity)
 
-    same = [trained("/home/ann/text", 1, "c" * 64), trained("/data/text", 2, "c" * 64)]
+    same = [trained("/mnt/ann/text", 1, "c" * 64), trained("/data/text", 2, "c" * 64)]
     assert [run.mechanism for run in named_apart(same)] == ["slay", "slay"]
     unknown = [trained("x", 1, None), trained("y", 1, "c" * 64)]
     assert [run.mechanism for run in named_apart(unknown)] == [
