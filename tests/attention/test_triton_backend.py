@@ -23,6 +23,7 @@ from slayformer.attention.base import Place, real_document_ids, token_positions
 from slayformer.attention.linear import LinearAttention
 from slayformer.attention.states import map_tensors
 from slayformer.presets import make_attention
+from tests.attention.accuracy import addends_norms, compare
 
 ROOT = Path(__file__).parents[2]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -172,28 +173,14 @@ def check(
     real = options["mask"][:, None, :, None] if "mask" in options else torch.ones(1)
     nothing = torch.zeros(())
     exact = [x.clone().requires_grad_() for x in heads]
-    expected = gradients(
-        attention, dense(attention, *exact, **options) * real, exact, weight, nothing
-    )
+    y = dense(attention, *exact, **options) * real
+    norms = addends_norms((y * weight).sum(-1), attention.parameters())
+    expected = gradients(attention, y, exact, weight, nothing)
     given = [x.to(dtype).requires_grad_() for x in heads]
     y, _ = attention(*given, **options)
     assert y.dtype == dtype
     found = gradients(attention, y * real, given, weight, nothing)
-    # a query that sees one key gives its v back: dq and dk vanish
-    compare(found, expected, TOLERANCE[dtype], floor=1.0 if length == 1 else 0.1)
-
-
-def compare(found: list[Tensor], expected: list[Tensor], tolerance: float, floor: float) -> None:
-    """Compare by relative RMS; sizes below `floor` times that of dv count as that.
-
-    A far scale's or an ε's gradient, a sum over all near pairs that nearly cancels, may be twice as
-    far off.
-    """
-    least = floor * float(expected[3].norm()) / expected[3].numel() ** 0.5
-    for number, (x, y) in enumerate(zip(found, expected, strict=True)):
-        size = max(float(y.norm()), least * y.numel() ** 0.5)
-        error = float((x.double() - y).norm()) / size
-        assert error <= tolerance * (2 if y.numel() <= 2 else 1), f"result {number}: {error:.1e}"
+    compare(found, expected, TOLERANCE[dtype], norms, length)
 
 
 @interpreted
@@ -258,7 +245,10 @@ def test_states_in_and_out(case: str) -> None:
     values = torch.cat([v, torch.ones_like(v[..., :1])], dim=-1)
     memory = key[:, :, entered].mT @ values[:, :, entered]
     of_memory = torch.randn(memory.shape, dtype=torch.float64) / 10
-    expected = gradients(attention, y, exact, weight, (memory * of_memory).sum())
+    more = (memory * of_memory).sum()
+    parts = torch.cat([(y * weight).sum(-1).flatten(), more[None]])
+    norms = addends_norms(parts, attention.parameters())
+    expected = gradients(attention, y, exact, weight, more)
     given = [x.float().requires_grad_() for x in heads]
     state = attention.init_state(1)
     pieces = []
@@ -268,7 +258,7 @@ def test_states_in_and_out(case: str) -> None:
     more = (state.memory_BHMN.double() * of_memory).sum()
     found = gradients(attention, torch.cat(pieces, dim=2), given, weight, more)
     last = state.memory_BHMN.detach()
-    compare([*found, last], [*expected, memory.detach()], 1e-5, floor=0.1)
+    compare([*found, last], [*expected, memory.detach()], 1e-5, norms, length)
 
 
 @interpreted

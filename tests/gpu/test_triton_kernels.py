@@ -13,6 +13,7 @@ from torch import Tensor
 from slayformer.attention import backends
 from slayformer.attention.linear import LinearAttention
 from slayformer.presets import make_attention
+from tests.attention.accuracy import addends_norms, compare
 
 pytestmark = pytest.mark.gpu
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 5e-3}
@@ -49,14 +50,15 @@ def fresh(length: int, width: int, dtype: torch.dtype) -> list[Tensor]:
 
 def results(
     attention: LinearAttention, tensors: list[Tensor], dtype: torch.dtype, **options: Any
-) -> list[Tensor]:
-    """Return y and the gradients of q, k, v and of the parameters for a weighted sum of y."""
+) -> tuple[list[Tensor], Tensor]:
+    """Return y and all gradients for a weighted sum of y, and that sum's addends by token."""
     *heads, weight = tensors
     given = [x.to(dtype).requires_grad_() for x in heads]
     y, _ = attention(*given, **options)
     inputs = [*given, *attention.parameters()]
-    found = torch.autograd.grad((y.double() * weight).sum(), inputs, materialize_grads=True)
-    return [y.detach(), *found]
+    parts = (y.double() * weight).sum(-1)
+    found = torch.autograd.grad(parts.sum(), inputs, retain_graph=True, materialize_grads=True)
+    return [y.detach(), *found], parts
 
 
 def check(
@@ -70,19 +72,12 @@ def check(
     """Compare twice with the reference, and the two runs with each other."""
     tensors = fresh(length, width, dtype)
     reference = make(name, width, "torch", **(changes or {}))
-    expected = results(reference, tensors, torch.float64, **options)
+    expected, parts = results(reference, tensors, torch.float64, **options)
+    norms = addends_norms(parts, reference.parameters())
     attention = make(name, width, "triton", **(changes or {}))
-    one, two = (results(attention, tensors, dtype, **options) for _ in range(2))
+    one, two = (results(attention, tensors, dtype, **options)[0] for _ in range(2))
     assert all(torch.equal(x, y) for x, y in zip(one, two, strict=True))
-    # a query that sees one key gives its v back: dq and dk vanish
-    floor = 1.0 if length == 1 else 0.1
-    least = floor * float(expected[3].norm()) / expected[3].numel() ** 0.5
-    for number, (x, y) in enumerate(zip(one, expected, strict=True)):
-        size = max(float(y.norm()), least * y.numel() ** 0.5)
-        error = float((x.double() - y).norm()) / size
-        # a number a head, the sum over all pairs, nearly cancels
-        allowed = TOLERANCE[dtype] * (2 if y.numel() <= 2 else 1)
-        assert error <= allowed, f"result {number}: {error:.1e}"
+    compare(one, expected, TOLERANCE[dtype], norms, length)
 
 
 @pytest.mark.parametrize("name", ["slay", "slay_best"])
