@@ -26,3 +26,8 @@ def strict_json(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [strict_json(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def with_nan(record: dict[str, Any]) -> dict[str, Any]:
+    """Return a record that `strict_json` made with NaN where it has null."""
+    return {key: math.nan if value is None else value for key, value in record.items()}

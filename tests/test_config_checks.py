@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from slayformer.config_loading import load_config, to_plain
 from slayformer.errors import ConfigError
 from slayformer.paper.tasks_command import TasksConfig
 from slayformer.paper.xmc_command import XmcConfig
-from slayformer.training.engine import deepspeed_settings
+from slayformer.training.deepspeed_settings import deepspeed_settings
 
 REDRAWN = ["attention=performer", "attention.redraw_every=5"]
 RAMP = "start_samples: 8, increment_samples: 8"
@@ -122,12 +123,30 @@ def test_settings_of_deepspeed_take_nothing_of_ours_away(value: Any) -> None:
 
 
 @pytest.mark.slow
-def test_what_deepspeed_refuses_is_told_in_a_sentence(run_command: Any, tmp_path: Path) -> None:
-    wrong = "engine.deepspeed={zero_optimization: {overlap_coms: true}}"
-    finished = run_command(["train.py", "tokenizer=bytes", "engine=zero1", wrong], cwd=tmp_path)
+@pytest.mark.parametrize(
+    ("engine", "wrong", "told"),
+    [
+        (
+            "zero1",
+            "{zero_optimization: {overlap_coms: true}}",
+            r"engine.deepspeed=\{'zero_optim.*: DeepSpeed says of overlap_coms: Extra inputs are",
+        ),
+        # it would ignore these
+        (
+            "zero3",
+            "{wall_clock_breakdown: true, gradient_cliping: 1}",
+            r"engine.deepspeed.gradient_cliping=1: .* no such setting; did you mean gradient_clip",
+        ),
+        ("local", "{a: 1}", r"engine.deepspeed.a=1: .* no such setting; its documentation"),
+    ],
+)
+def test_what_deepspeed_does_not_know_is_told_in_a_sentence(
+    engine: str, wrong: str, told: str, run_command: Any, tmp_path: Path
+) -> None:
+    command = ["train.py", "tokenizer=bytes", f"engine={engine}", f"engine.deepspeed={wrong}"]
+    finished = run_command(command, cwd=tmp_path)
     assert finished.code == 2
-    assert finished.stderr.splitlines()[-1].startswith("error: engine.deepspeed={'zero_optim")
-    assert "DeepSpeed says of overlap_coms: Extra inputs are not permitted" in finished.stderr
+    assert re.match(f"error: {told}", finished.stderr.splitlines()[-1])
 
 
 def test_a_configuration_of_before_these_options_is_read() -> None:

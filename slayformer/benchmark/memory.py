@@ -12,6 +12,7 @@ import functools
 import gc
 import multiprocessing
 import os
+import re
 import resource
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -43,6 +44,11 @@ def failure(error: Exception) -> Exception:
         return error
     told = str(error).strip() or type(error).__name__
     return LeftOut(f"it fails: {told.splitlines()[0]}")
+
+
+def is_out_of_memory(error: MemoryError | RuntimeError) -> bool:
+    """Return whether `error` says that the CPU's memory did not do; torch says it in many words."""
+    return isinstance(error, MemoryError) or re.search("memory|bad_alloc", str(error)) is not None
 
 
 @dataclass(frozen=True)
@@ -162,7 +168,7 @@ def _try_in_child(name: str, shape: Shape, backward: bool, limit_bytes: int, clo
     try:
         seconds = clock.seconds(call)
     except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "memory" not in str(error):
+        if not is_out_of_memory(error):
             raise
         raise LeftOut(f"more than {_mib(limit_bytes)}") from None
     return Trial(peak_memory_bytes(shape.device) - before, seconds)

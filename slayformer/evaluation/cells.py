@@ -34,6 +34,7 @@ from slayformer.config_commands import RecallConfig
 from slayformer.config_loading import load_config
 from slayformer.data.tokenizer import vocabulary_size
 from slayformer.evaluation.runs import is_finished
+from slayformer.finite import with_nan
 from slayformer.training.budget import make_plan
 from slayformer.training.schedule import check_schedule
 
@@ -224,7 +225,7 @@ class RunningCell:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
                 lines = file.read().decode().splitlines()
             # the first line of the piece may lack its beginning
-            records = [json.loads(line) for line in lines if line.startswith("{")]
+            records = [with_nan(json.loads(line)) for line in lines if line.startswith("{")]
             train = [record for record in records if record["kind"] == "train"]
         except (OSError, ValueError):
             # not written yet, or half a line: the next look will do

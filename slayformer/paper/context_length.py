@@ -51,7 +51,7 @@ def compute(request: Request) -> Data:
 def longest(mechanism: str, limit_bytes: int, seconds: float) -> dict[str, Any]:
     """Return {tokens, ended, trials} of `mechanism`; `ended` is `memory` or `time`.
 
-    Raises UserError where the system has no limit on memory.
+    Raises UserError where the system has no limit on memory, or for another error.
     """
     if sys.platform != "linux":
         raise UserError("the longest context is measured with Linux's limit on a process's memory")
@@ -60,7 +60,8 @@ def longest(mechanism: str, limit_bytes: int, seconds: float) -> dict[str, Any]:
     finished = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = [json.loads(line) for line in finished.stdout.splitlines() if line.startswith("{")]
     trials = [line for line in lines if "seconds" in line]
-    if not trials:
+    # a system that ends the process for want of memory does so by a signal
+    if not trials or finished.returncode > 0:
         raise UserError(f"{mechanism} did not run: {finished.stderr.strip()[-300:]}")
     return {
         "tokens": max(trial["tokens"] for trial in trials),
@@ -92,6 +93,7 @@ def probe(mechanism: str, limit_bytes: int, seconds: float) -> None:
 
     import torch
 
+    from slayformer.benchmark.memory import is_out_of_memory
     from slayformer.presets import make_attention
 
     torch.set_num_threads(1)
@@ -124,7 +126,9 @@ def probe(mechanism: str, limit_bytes: int, seconds: float) -> None:
         start = time.process_time()
         try:
             attend(tokens)
-        except (RuntimeError, MemoryError):
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
             return "memory"
         taken = time.process_time() - start
         print(json.dumps({"tokens": tokens, "seconds": taken}), flush=True)

@@ -23,15 +23,12 @@ from slayformer.data.loader import Batch
 from slayformer.errors import ConfigError
 from slayformer.model.gpt2 import GPT2
 from slayformer.training import distributed
+from slayformer.training.deepspeed_settings import deepspeed_settings
 from slayformer.training.devices import check_compiler, check_offload, check_precision
 from slayformer.training.loss_scale import LossScale
-from slayformer.training.memory import REDUCE_BUCKET_ELEMENTS
 from slayformer.training.objective import LanguageModelObjective
 from slayformer.training.optimizer import build_optimizer
 from slayformer.training.optimizer_state import gather, scatter
-
-# parameters smaller than this many elements stay whole on every device in stage 3
-STAGE3_WHOLE_BELOW = 100_000
 
 
 class TrainingEngine:
@@ -66,6 +63,7 @@ class TrainingEngine:
             first = error.errors()[0]
             hint = f"DeepSpeed says of {'.'.join(map(str, first['loc']))}: {first['msg']}"
             raise ConfigError("engine.deepspeed", config.engine.deepspeed, hint) from error
+        settings.check_all_read(config.engine.deepspeed or {})
         distributed.limit_waiting()
         if self.zero_stage in (1, 2) and not config.engine.offload_optimizer:
             _share_weights(self._engine.optimizer)
@@ -184,39 +182,6 @@ def compile_blocks(model: GPT2, device: torch.device) -> None:
         block.compile(dynamic=False)
 
 
-def deepspeed_settings(config: TrainConfig, parameters: int) -> dict[str, Any]:
-    """Return DeepSpeed's configuration: fp32 weights and reductions, nothing scheduled by it.
-
-    `engine.deepspeed` adds to it.
-    """
-    engine = config.engine
-    zero: dict[str, Any] = {"stage": engine.zero_stage}
-    if engine.zero_stage > 0:
-        # it allocates the whole bucket, however small the model
-        zero["reduce_bucket_size"] = min(REDUCE_BUCKET_ELEMENTS, parameters)
-    if engine.zero_stage in (1, 2) and distributed.world_size() == 1:
-        # nothing is reduced: gradients stay where they are instead of being copied together
-        zero |= {"contiguous_gradients": False, "reduce_bucket_size": 1}
-    if engine.zero_stage == 3:
-        zero["stage3_param_persistence_threshold"] = STAGE3_WHOLE_BELOW
-    if engine.offload_optimizer:
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
-    settings: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": config.batch.micro_samples,
-        "gradient_accumulation_steps": 1,
-        "steps_per_print": sys.maxsize,
-        "zero_optimization": zero,
-        # torch's AdamW is no optimizer of DeepSpeed's own, on a GPU or offloaded to the CPU, where
-        # its fused form needs no extension compiled
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "communication_data_type": "fp32",
-        # its default is 1; without ZeRO `step` clips
-        "gradient_clipping": config.optimizer.gradient_clipping if engine.zero_stage > 0 else 0.0,
-    }
-    return _merged(settings, engine.deepspeed or {})
-
-
 def _share_weights(optimizer: Any) -> None:
     """Let AdamW of stages 1 and 2 update the weights themselves.
 
@@ -229,20 +194,6 @@ def _share_weights(optimizer: Any) -> None:
         flat.data = parts[own].data
     # what remembered the copies lets go of them
     optimizer._link_all_hp_params()
-
-
-def _merged(settings: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """Return `settings` with `more` in it, dictionaries inside merged too."""
-    both = dict(settings)
-    for key, value in more.items():
-        inner = both.get(key)
-        if isinstance(inner, dict):
-            if not isinstance(value, dict):
-                hint = "must be a mapping: the settings in it are added to ours"
-                raise ConfigError(f"engine.deepspeed.{key}", value, hint)
-            value = _merged(inner, value)
-        both[key] = value
-    return both
 
 
 def _import_deepspeed() -> Any:

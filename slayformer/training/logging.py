@@ -18,6 +18,7 @@ from slayformer.config import LoggingConfig, TrainConfig
 from slayformer.config_loading import to_plain
 from slayformer.data.shards import write_atomically
 from slayformer.errors import UserError
+from slayformer.finite import strict_json, with_nan
 from slayformer.training.budget import Plan
 from slayformer.training.going_on import changed_settings
 from slayformer.training.inputs import Inputs
@@ -30,7 +31,7 @@ METRICS_FILE = "metrics.jsonl"
 
 
 def read_records(path: Path) -> list[tuple[str, dict[str, Any]]]:
-    """Return the lines of a metrics file with the record in each.
+    """Return the lines of a metrics file with the record in each, NaN where that has null.
 
     A line that a killed run left half-written is no record. Raises OSError without such a file.
     """
@@ -40,7 +41,7 @@ def read_records(path: Path) -> list[tuple[str, dict[str, Any]]]:
         with suppress(ValueError):
             record = json.loads(line)
             if isinstance(record, dict) and {"kind", "update"} <= record.keys():
-                found.append((line, record))
+                found.append((line, with_nan(record)))
     return found
 
 
@@ -166,7 +167,7 @@ class RunLog:
 
     def _write(self, record: dict[str, Any]) -> None:
         try:
-            self._file.write(json.dumps(record) + "\n")
+            self._file.write(json.dumps(strict_json(record)) + "\n")
             self._file.flush()
         except OSError as error:
             raise UserError(f"{self._file.name} cannot be written: {error}") from error

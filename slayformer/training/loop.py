@@ -28,7 +28,7 @@ from slayformer.training.initial_weights import (
 )
 from slayformer.training.inputs import Inputs
 from slayformer.training.interruption import StopSignal, resume_command
-from slayformer.training.logging import open_log
+from slayformer.training.logging import RunLog, open_log
 from slayformer.training.meters import Meter, model_flops_utilisation, peak_memory_bytes
 from slayformer.training.objective import LanguageModelObjective
 from slayformer.training.plan_table import own_parameters
@@ -38,7 +38,7 @@ from slayformer.training.run_directory import (
     package_versions,
     write_records,
 )
-from slayformer.training.sample import write_sample
+from slayformer.training.sample import keep_samples, write_sample
 from slayformer.training.saving import Saver
 from slayformer.training.schedule import learning_rate
 
@@ -99,7 +99,11 @@ class Training:
                 self.engine.loss_scale.state = state["loss_scale"]
         self.saver = Saver(start.directory, config, inputs.data.tokenizer)
         distributed.run_on_main(lambda: write_records(start.directory, config, plan))
-        self.log = open_log(config, plan, inputs, start, state) if distributed.is_main() else None
+        self.log: RunLog | None = None
+        if distributed.is_main():
+            self.log = open_log(config, plan, inputs, start, state)
+            # the last one is written anew, as its validation is
+            keep_samples(start.directory, before_update=min(self.update + 1, plan.updates))
         if weights is not None and self.log is not None:
             write_record(start.directory, weights)
             for line in told:

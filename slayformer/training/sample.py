@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 
 from slayformer.config import TrainConfig
+from slayformer.data.shards import write_atomically
 from slayformer.model.generation import generate
 from slayformer.model.gpt2 import GPT2
 from slayformer.training import distributed
 from slayformer.training.engine import TrainingEngine
 from slayformer.training.inputs import Inputs
+
+SAMPLES_FILE = "samples.txt"
+HEADING = re.compile(r"^--- after update ([\d,]+) ---$", re.MULTILINE)
+
+
+def keep_samples(directory: Path, *, before_update: int) -> None:
+    """Cut samples.txt to those before `before_update`: what a resumed run will not write again."""
+    path = directory / SAMPLES_FILE
+    if not path.exists():
+        return
+    text = path.read_text(encoding="utf-8")
+    for heading in HEADING.finditer(text):
+        if int(heading[1].replace(",", "")) >= before_update:
+            write_atomically(path, [text[: heading.start()].encode()])
+            return
 
 
 def write_sample(
@@ -39,7 +56,7 @@ def write_sample(
             stop_token=tokenizer.end_of_text,
         )
     text = tokenizer.decode([*inputs.prompt, *continuation])
-    with (directory / "samples.txt").open("a", encoding="utf-8") as file:
+    with (directory / SAMPLES_FILE).open("a", encoding="utf-8") as file:
         file.write(f"--- after update {update:,} ---\n{text}\n\n")
     return text
 

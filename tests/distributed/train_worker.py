@@ -22,10 +22,19 @@ import torch.distributed as dist
 from slayformer.cli import compose
 from slayformer.config_loading import load_config
 from slayformer.errors import ConfigError
-from slayformer.training import bad_updates, distributed, engine, loop, loss_scale, run, saving
+from slayformer.training import (
+    bad_updates,
+    deepspeed_settings,
+    distributed,
+    engine,
+    loop,
+    loss_scale,
+    run,
+    saving,
+)
 
 # every weight of these tiny models is sharded, as a large one's would be
-engine.STAGE3_WHOLE_BELOW = 0
+deepspeed_settings.STAGE3_WHOLE_BELOW = 0
 # nobody would want fp16 or an offloaded optimizer on a CPU, but they compute there what a GPU does
 run.check_engine = engine.check_engine = lambda engine, device: None
 # so high that gradients overflow

@@ -6,10 +6,13 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 from torch import Tensor
 
 from slayformer.attention.features import Dense
 from slayformer.attention.positive_features import ExponentialFeatures
+from slayformer.benchmark.memory import is_out_of_memory
+from slayformer.errors import UserError
 from slayformer.paper import context_length, properties, theory
 from slayformer.paper.context_length import EXPLICIT, longest, search
 from slayformer.paper.published import TABLE_1
@@ -93,6 +96,18 @@ def test_properties_of_mechanisms() -> None:
     assert softmax["score_growth"] > 1e6
     assert slay["leak"] == softmax["leak"] == 0
     assert properties.mechanism_statistics("slay_tensor_sketch", 20)["smallest_weight"] < 0
+
+
+def test_memory_alone_is_called_memory() -> None:
+    with pytest.raises(RuntimeError) as much:
+        torch.empty(2**60, dtype=torch.uint8)
+    with pytest.raises(RuntimeError) as shapes:
+        torch.ones(2, 3) @ torch.ones(2, 3)
+    assert is_out_of_memory(much.value)
+    assert is_out_of_memory(RuntimeError("std::bad_alloc"))
+    assert not is_out_of_memory(shapes.value)
+    with pytest.raises(UserError, match=r"no_such_mechanism did not run: .*no_such_mechanism"):
+        longest("no_such_mechanism", 2**28, 1.0)
 
 
 def test_search_for_the_longest_context() -> None:

@@ -28,6 +28,11 @@ def validations(directory: Path) -> list[int]:
     return [record["update"] for record in records if record["kind"] == "validation"]
 
 
+def samples(directory: Path) -> list[str]:
+    lines = (directory / "samples.txt").read_text().splitlines()
+    return [line for line in lines if line.startswith("--- after")]
+
+
 def claim_peak(checkpoint: Path) -> None:
     """Let `checkpoint` say that the processes before have had PEAK_BYTES in use."""
     state = json.loads((checkpoint / STATE).read_text())
@@ -66,10 +71,14 @@ def test_a_finished_run_stays_as_it_is_until_it_gets_a_larger_budget(
     assert summary["peak_memory_bytes"] == PEAK_BYTES
     assert summary["changed_settings"] == ["budget.updates 2 -> 3 after update 2"]
 
-    # killed after the last checkpoint and before the summary: that is made up for
+    # killed after the last checkpoint and before the summary: that is made up for; and a sample
+    # of a way that was given up since
     (directory / "summary.json").unlink()
+    with (directory / "samples.txt").open("a") as file:
+        file.write("--- after update 1,004 ---\nlost\n\n")
     run(train_config(*again, "budget.updates=3"))
     assert validations(directory) == [2, 3]
+    assert samples(directory) == ["--- after update 2 ---", "--- after update 3 ---"]
     assert json.loads((directory / "summary.json").read_text())["finished"] is True
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,22 @@ def test_metrics_go_on_after_the_checkpoint(train_config: Any, tmp_path: Path) -
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["update"] for line in lines] == [1, 2, 3]
     assert lines[0] == {"kind": "train", **record(1)}
+
+
+def test_a_loss_that_is_not_finite_is_null_for_every_reader_of_json(
+    train_config: Any, tmp_path: Path
+) -> None:
+    def refuse(constant: str) -> None:
+        raise ValueError(constant)
+
+    path = tmp_path / "metrics.jsonl"
+    with open_log(tmp_path, train_config()) as log:
+        for update, loss in enumerate((math.nan, math.inf), start=1):
+            told = record(update) | {"loss": loss, "gradient_norm": None}
+            log.train(told, warm_tokens_per_second=1000.0)
+    for line in path.read_text().splitlines():
+        assert json.loads(line, parse_constant=refuse)["loss"] is None
+    assert all(math.isnan(found["loss"]) for _, found in read_records(path))
 
 
 def test_what_is_no_record_is_skipped(tmp_path: Path) -> None:
