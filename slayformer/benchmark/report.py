@@ -148,14 +148,15 @@ def notes(result: Result) -> list[str]:
     if machine["device"] == "cpu" and busy > BUSY_LOAD_PER_CORE:
         found.append(
             f"The machine was busy when this began ({busy:.1f} processes a core wanted to run): "
-            "ratios hold, times do not."
+            "times do not hold, ratios more or less."
         )
     if options["quick"]:
         found.append("A quick look: few lengths and rounds.")
     for pass_name in options["passes"]:
         cells = of_pass(result.cells, pass_name)
         found += _flatness(cells) if pass_name == "decode" else _crossovers(pass_name, cells)
-    found += [f"`{name}`: {PEERS[name].about}." for name in options["peers"]]
+    measured = {cell.contestant for cell in result.cells}
+    found += [f"`{name}`: {PEERS[name].about}." for name in options["peers"] if name in measured]
     return found
 
 

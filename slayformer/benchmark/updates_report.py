@@ -86,7 +86,7 @@ def updates_notes(result: UpdateResult) -> list[str]:
     if result.machine["device"] == "cpu" and busy > BUSY_LOAD_PER_CORE:
         found.append(
             f"The machine was busy when this began ({busy:.1f} processes a core wanted to run): "
-            "ratios hold, times do not."
+            "times do not hold, ratios more or less."
         )
     found += [
         f"Left out: {cell.mechanism} ({cell.loop}) at {cell.length:,}: {cell.left_out}."

@@ -18,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from slayformer.config import SourceConfig
+from slayformer.config import DataConfig, SourceConfig
 from slayformer.data.digests import files_digest
 from slayformer.data.hub import hub_or_cache
 from slayformer.errors import ConfigError, DataError
@@ -43,12 +43,11 @@ class Source(ABC):
     label: str
     total: int | None = None
 
-    def __init__(self, config: SourceConfig, field: str) -> None:
+    def __init__(self, config: SourceConfig, field: str, where: str | None = None) -> None:
         self.config = config
         self.field = field
-        self.where = f"{field}.kind={config.kind}"
-        if config.path is not None:
-            self.where = f"{field}.path={config.path}"
+        option = f"kind={config.kind}" if config.path is None else f"path={config.path}"
+        self.where = where or f"{field}.{option}"
         self.document_start: re.Pattern[str] | None = None
         if config.document_start is not None:
             try:
@@ -149,8 +148,8 @@ class SotuSource(_Files):
 
     label = "sotu"
 
-    def __init__(self, config: SourceConfig, field: str) -> None:
-        super().__init__(config, field)
+    def __init__(self, config: SourceConfig, field: str, where: str | None = None) -> None:
+        super().__init__(config, field, where)
         try:
             files = metadata.distribution("sotu").files or []
         except metadata.PackageNotFoundError:
@@ -169,8 +168,8 @@ class TextSource(_Files):
     Hidden ones are left out: editors and systems keep copies and records of their own in them.
     """
 
-    def __init__(self, config: SourceConfig, field: str) -> None:
-        super().__init__(config, field)
+    def __init__(self, config: SourceConfig, field: str, where: str | None = None) -> None:
+        super().__init__(config, field, where)
         path = Path(config.path or "").expanduser()
         if path.is_dir():
             found = (p for p in self._below(path) if p.suffix.lower() in TEXT_SUFFIXES)
@@ -203,8 +202,8 @@ class HuggingFaceSource(Source):
     Every row is a document, or a line of one where `document_start` is set.
     """
 
-    def __init__(self, config: SourceConfig, field: str) -> None:
-        super().__init__(config, field)
+    def __init__(self, config: SourceConfig, field: str, where: str | None = None) -> None:
+        super().__init__(config, field, where)
         assert config.path is not None
         self._folder = Path(config.path).expanduser()
         if self._folder.is_file():
@@ -308,12 +307,23 @@ SOURCES: dict[str, type[Source]] = {
 }
 
 
-def open_source(config: SourceConfig, field: str = "data.source") -> Source:
+def open_source(
+    config: SourceConfig, field: str = "data.source", where: str | None = None
+) -> Source:
     """Return the source that `config` describes; `field` is its path in the configuration.
 
-    Raises DataError if it is not there.
+    Errors name `where`, what the user wrote, or its path or kind. Raises DataError if it is not
+    there.
     """
-    return SOURCES[config.kind](config, field)
+    return SOURCES[config.kind](config, field, where)
+
+
+def check_source_paths(config: DataConfig) -> None:
+    """Raise DataError if text that is to be read from files of this machine is not there."""
+    separate = config.validation_source
+    for field, source in {"source": config.source, "validation_source": separate}.items():
+        if source is not None and source.kind != "huggingface":
+            open_source(source, f"data.{field}")
 
 
 def join_rows(rows: Iterable[str], document_start: re.Pattern[str]) -> Iterator[str]:

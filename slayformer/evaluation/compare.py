@@ -187,7 +187,7 @@ def join_record(directory: Path, cells: Sequence[Cell]) -> dict[str, Any]:
     """Return the settings of the comparison in `directory` with those of `cells` added.
 
     More seeds and mechanisms may join one that is there; raises ConfigError if anything else
-    differs, for then it is another comparison.
+    differs, for then it is another comparison, or if something else is there.
     """
     from slayformer.training.run_directory import with_absolute_paths
 
@@ -207,6 +207,9 @@ def join_record(directory: Path, cells: Sequence[Cell]) -> dict[str, Any]:
             earlier.pop("recall", None)
         before, known = _by_key(earlier), earlier["attention"]
     except FileNotFoundError:
+        if there := sorted(directory.glob("*")):
+            hint = f"holds {there[0].name} and no comparison; name a new or an empty folder"
+            raise ConfigError("directory", directory, hint) from None
         return settings
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} is not the settings of a comparison: {error!r}") from error

@@ -108,7 +108,7 @@ def _changes(run: Run) -> str:
 def _text(run: Run, first: Run) -> tuple[str, Any, Any]:
     """Return what is known of the text of both, in training and validation."""
     if run.data_identity and first.data_identity:
-        return "description of the text (digest)", run.data_identity[:12], first.data_identity[:12]
+        return "text (digest of its description)", run.data_identity[:12], first.data_identity[:12]
     # every token counts in it; sums of two machines may differ in the last digit
     ours, theirs = (one.summary["unigram_loss"] for one in (run, first))
     return "unigram_loss", ours, ours if math.isclose(ours, theirs) else theirs

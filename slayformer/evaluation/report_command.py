@@ -43,8 +43,11 @@ def run(folders: Sequence[Path], config: ReportConfig) -> Path:
         )
     found = find_runs(folders)
     if not found.runs:
-        names = ", ".join(found.unfinished) or "none of a language model"
-        raise UserError(f"no finished run in {', '.join(map(str, folders))} ({names})")
+        where = f"no finished run in {', '.join(map(str, folders))}"
+        if not found.unfinished:
+            raise UserError(f"{where}: none of a language model")
+        hint = "a run goes on with python train.py run_directory=FOLDER resume=auto"
+        raise UserError(f"{where}: unfinished: {', '.join(found.unfinished)}; {hint}")
     notes = [f"Not finished: {', '.join(found.unfinished)}."] if found.unfinished else []
     report = make_report(
         found.runs,

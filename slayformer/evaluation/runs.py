@@ -162,6 +162,8 @@ def find_runs(folders: Iterable[Path], *, required: bool = True) -> Found:
     for folder in folders:
         inside = [folder] if _holds_run(folder) else sorted(folder.glob("*/"))
         inside = [one for one in inside if _holds_run(one)]
+        if required and not folder.exists():
+            raise UserError(f"{folder}: there is no such folder")
         if required and not inside:
             hint = "a run directory, or a folder of them, has a plan.json or summary.json"
             raise UserError(f"{folder}: no run here; {hint}")

@@ -78,7 +78,9 @@ def _read(config: EvalConfig, tokenizer: Tokenizer) -> tuple[np.ndarray, str]:
     """Return the token ids of `config.data`, and what they are in words."""
     assert config.data is not None
     source = find_source(config)
-    documents = open_source(source, "data" if source.kind == "text" else "source").documents()
+    where = f"data={config.data}" if source.path == config.data else None
+    opened = open_source(source, "source", where)
+    documents = opened.documents()
     most_tokens = math.inf if config.tokens is None else config.tokens + 1
     end = np.array([tokenizer.end_of_text], dtype=np.uint32)
     pieces: list[np.ndarray] = []
@@ -98,7 +100,10 @@ def _read(config: EvalConfig, tokenizer: Tokenizer) -> tuple[np.ndarray, str]:
         details.append(f"split {source.split}")
     told = ", ".join(detail for detail in details if detail and detail != config.data)
     label = f"{config.data}: {told}" if told else config.data
-    return np.concatenate(pieces)[: int(min(count, most_tokens))], label
+    found = np.concatenate(pieces)[: int(min(count, most_tokens))]
+    if not (found[1:] != tokenizer.end_of_text).any():
+        raise DataError(f"{opened.where}: one token of text, which nothing predicts; score more")
+    return found, label
 
 
 def find_source(config: EvalConfig) -> SourceConfig:

@@ -111,7 +111,8 @@ def run(config: PaperConfig, items: Sequence[Item] = ITEMS) -> Path:
     console.print(str(index), soft_wrap=True, highlight=False, markup=False)
     failed = [item.name for item in chosen if found[item.name].failure]
     if failed:
-        raise UserError(f"failed: {', '.join(failed)}; the others are in {index}")
+        others = f"; the others are in {index}" if len(failed) < len(shown) else ""
+        raise UserError(f"failed: {', '.join(failed)}{others}")
     return index
 
 

@@ -12,8 +12,9 @@ from rich.console import Console
 from slayformer.attention.context_parallel import check_context_parallel
 from slayformer.config import TrainConfig
 from slayformer.config_checks import BUDGET_OPTIONS
+from slayformer.data.corpus import check_source_paths
 from slayformer.data.tokenizer import vocabulary_size
-from slayformer.errors import ConfigError, UserError
+from slayformer.errors import ConfigError, DataError, UserError
 from slayformer.training import checkpoint, distributed
 from slayformer.training.budget import Plan, make_plan
 from slayformer.training.engine import check_engine
@@ -55,6 +56,11 @@ def run(config: TrainConfig) -> Path | None:
         if os.environ.get("RANK", "0") == "0":
             note = "" if "WORLD_SIZE" in os.environ else " (WORLD_SIZE is not set: planned for one)"
             print_plan(Console(), plan, config, vocabulary, note)
+            try:
+                check_source_paths(config.data)
+            except DataError as error:
+                # a plan may be made elsewhere
+                print(f"note: on this machine the run would end with: {error}")
         return None
     distributed.initialize(config.engine.timeout_seconds)
     check_engine(config.engine, distributed.device())

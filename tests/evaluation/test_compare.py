@@ -206,6 +206,10 @@ def test_a_folder_of_something_else_is_not_touched(tmp_path: Path) -> None:
         run(request(directory=str(tmp_path)), SMALL)
     assert [path.name for path in tmp_path.iterdir()] == [SETTINGS_FILE]
     assert (tmp_path / SETTINGS_FILE).read_text() == "{}"
+    (tmp_path / SETTINGS_FILE).rename(tmp_path / "letter.txt")
+    with pytest.raises(ConfigError, match=r"directory=.*holds letter.txt and no comparison"):
+        run(request(directory=str(tmp_path)), SMALL)
+    assert [path.name for path in tmp_path.iterdir()] == ["letter.txt"]
 
 
 def test_a_directory_that_is_a_file_is_refused(tmp_path: Path, text_folder: Path) -> None:

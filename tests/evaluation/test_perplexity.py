@@ -121,6 +121,7 @@ def test_a_single_file_is_one_document(tiny_run: Path, tmp_path: Path) -> None:
 def test_what_cannot_be_scored_is_told(tiny_run: Path, tmp_path: Path) -> None:
     checkpoint = str(tiny_run)
     (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "byte.txt").write_text("x")
     (tmp_path / "folder").mkdir()
     cases: list[tuple[dict[str, Any], str]] = [
         ({"checkpoint": None}, "checkpoint=null: .*eval.py checkpoint="),
@@ -149,7 +150,8 @@ def test_what_cannot_be_scored_is_told(tiny_run: Path, tmp_path: Path) -> None:
         ),
         ({"checkpoint": checkpoint, "data": str(tmp_path / "no")}, "no such file or folder"),
         ({"checkpoint": checkpoint, "data": str(tmp_path / "folder")}, "holds no"),
-        ({"checkpoint": checkpoint, "data": str(tmp_path / "empty.txt")}, "no text"),
+        ({"checkpoint": checkpoint, "data": str(tmp_path / "empty.txt")}, "data=.*empty.*no text"),
+        ({"checkpoint": checkpoint, "data": str(tmp_path / "byte.txt")}, "data=.*byte.*one token"),
         (
             {"checkpoint": checkpoint, "json": str(tmp_path / "empty.txt" / "x.json")},
             r"json=.*cannot be written",

@@ -95,7 +95,7 @@ def test_text_is_told_apart_by_its_identity() -> None:
     # the same tokens in another order
     moved = replace(other, data_identity="d" * 64)
     assert [str(one) for one in find_differences([first, moved])] == [
-        "description of the text (digest) differs: dddddddddddd in b, cccccccccccc in a"
+        "text (digest of its description) differs: dddddddddddd in b, cccccccccccc in a"
     ]
 
 
@@ -264,8 +264,12 @@ def test_several_revisions_of_code_are_told() -> None:
 
 def test_folders_without_runs_are_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    for folder in (tmp_path, tmp_path / "empty", tmp_path / "missing"):
-        with pytest.raises(UserError, match=f"{folder}: no run here"):
+    for folder, told in (
+        (tmp_path, "no run here"),
+        (tmp_path / "empty", "no run here"),
+        (tmp_path / "missing", "there is no such folder"),
+    ):
+        with pytest.raises(UserError, match=f"{folder}: {told}"):
             find_runs([folder])
     assert find_runs([tmp_path / "empty"], required=False) == Found([], [], [])
     # begun, not finished

@@ -108,7 +108,11 @@ def test_a_dry_run_touches_nothing(
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     arguments = ["data=text", "data.source.path=/nowhere", "dry_run=true"]
     assert run(load_config(compose("train", arguments))) is None
-    assert "WORLD_SIZE is not set: planned for one" in " ".join(capsys.readouterr().out.split())
+    told = " ".join(capsys.readouterr().out.split())
+    assert "WORLD_SIZE is not set: planned for one" in told
+    assert told.endswith(
+        "would end with: data.source.path=/nowhere: there is no such file or folder"
+    )
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert run(load_config(compose("train", arguments))) is None
     assert "4, ZeRO stage 0" in capsys.readouterr().out
