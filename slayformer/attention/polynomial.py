@@ -27,6 +27,8 @@ from slayformer.errors import ConfigError
 
 # added to the block-quadratic kernel, so that no normaliser is zero
 BLOCK_FLOOR = 1e-4
+# where the centres of learned_quadratic start unless told otherwise: nearly x² itself
+CENTER = 0.02
 # regulariser λ of the Nyström map
 NYSTROM_RIDGE = 1e-6
 
@@ -230,12 +232,14 @@ class BlockQuadratic(PolynomialMap):
 
 
 class LearnedQuadratic(PolynomialMap):
-    """Σ_g (e^{a_g(q) + a_g(k)} y_g(q)·y_g(k))², y_g = P_g û + c_g, a_g = ½(w_g·û + b_g).
+    """m Σ_g (e^{a_g(q) + a_g(k)} y_g(q)·y_g(k))², y_g = P_g û + c_g, a_g = ½(w_g·û + b_g).
 
-    Never negative, whatever the parameters. Starts at orthonormal rows P_g, c = 0.02, w = b = 0.
+    Never negative, whatever the parameters. Starts at orthonormal rows P_g, w = b = 0 and c =
+    `center`: the further off, the more alike are all scores at the start, whose mean over random
+    directions m leaves as it is at CENTER.
     """
 
-    def __init__(self, *, trainable: bool, block_width: int, **sizes: int) -> None:
+    def __init__(self, *, trainable: bool, block_width: int, center: float, **sizes: int) -> None:
         super().__init__(**sizes)
         self.block_width = n = block_width
         self.blocks = self.budget // (n * (n + 1) // 2)
@@ -247,25 +251,33 @@ class LearnedQuadratic(PolynomialMap):
         # named so that sorting keeps the order `features` reads
         scalar = SCALAR_LEARNING_RATE
         self.keep("bias_HG", torch.zeros(heads, 1, groups), True, scalar)
-        self.keep("center_HGN", torch.full((heads, 1, groups * n), 0.02), True, scalar)
+        self.keep("center_HGN", torch.full((heads, 1, groups * n), center), True, scalar)
         self.keep("projection_HGND", torch.stack(rows), trainable=True)
         self.keep("weight_HGD", torch.zeros(heads, groups, self.width), trainable=True)
+        self.multiplier = self._mean_score(CENTER) / self._mean_score(center)
         self.feature_count = groups * n * (n + 1) // 2
         self.score_width = groups * n
         self.projection_width = groups * (n + 1)
+
+    def _mean_score(self, center: float) -> float:
+        """Return E (y(q)·y(k))² of a block over random directions at the start."""
+        n, d = self.block_width, self.width
+        # the mean squared, and the variances of c·(P(q̂ + k̂)) and of Pq̂·Pk̂
+        return (n * center**2) ** 2 + 2 * n * center**2 / d + n / d**2
 
     def features(self, u_BHTD: Tensor, *tensors: Tensor) -> Features:
         bias, center, projection, weight = tensors
         gate = torch.exp(0.5 * (u_BHTD @ weight.mT + bias))
         y = (u_BHTD @ projection.mT + center).unflatten(-1, (self.blocks, self.block_width))
-        return SumOfSquares((y * gate[..., None],), u_BHTD[..., :0])
+        squares = SumOfSquares((y * gate[..., None],), u_BHTD[..., :0])
+        return squares.scaled(self.multiplier**0.5)
 
     def projection(self, *tensors: Tensor) -> Projection:
         bias, center, projection, weight = tensors
         weight_HDF = torch.cat([projection, 0.5 * weight], dim=1).mT
         bias_HF = torch.cat([center, 0.5 * bias], dim=2)[:, 0]
         columns = Columns("squares", "gated", self.blocks * self.block_width, self.block_width)
-        return Projection(weight_HDF, bias_HF, (columns,))
+        return Projection(weight_HDF, bias_HF, (columns,)).scaled(self.multiplier**0.5)
 
 
 def count_sketches(width: int, size: int, draws: torch.Generator) -> Tensor:

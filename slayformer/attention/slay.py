@@ -26,6 +26,7 @@ from slayformer.attention.kernels import fitted_quadrature, gauss_laguerre, unit
 from slayformer.attention.linear import LinearAttention
 from slayformer.attention.near import NearExponential, NearKernel, NearYat
 from slayformer.attention.polynomial import (
+    CENTER,
     POLYNOMIALS,
     PolynomialMap,
     count_sketches,
@@ -57,6 +58,8 @@ class SlayConfig(AttentionConfig):
     anchor_scale: str = one_of("paper", "unbiased")
     # width of the blocks of learned_quadratic
     block_width: int = positive()
+    # where its centres start: near 0 scores are nearly x² at first, from 1 on nearly all alike
+    block_center: float = positive(CENTER)
     # `tensor`: x² features ⊗ exponentials; `hadamard`: elementwise; `sketch`: ⊗ sketched to
     # `sketch_features` a node (signed); `laplace_only`: exponentials; `polynomial_only`: x²/C
     fusion: str = one_of("tensor", "hadamard", "sketch", "laplace_only", "polynomial_only")
@@ -117,12 +120,13 @@ class SlayConfig(AttentionConfig):
         if self.polynomial != "anchor":
             unused["anchor_scale"] = polynomial
         if self.polynomial != "learned_quadratic":
-            unused["block_width"] = polynomial
+            unused |= dict.fromkeys(("block_width", "block_center"), polynomial)
         if self.polynomial == "exact":
             unused["polynomial_features"] = polynomial
         if self.fusion == "laplace_only":
-            for name in ("polynomial", "polynomial_features", "anchor_scale", "block_width"):
+            for name in ("polynomial_features", "anchor_scale", "block_width", "block_center"):
                 unused[name] = fusion
+            unused["polynomial"] = fusion
         if self.fusion == "polynomial_only":
             for name in ("exponential_features", "random_features", "quadrature", "nodes"):
                 unused[name] = fusion
@@ -199,7 +203,7 @@ class SlayAttention(LinearAttention):
         if config.polynomial == "anchor":
             options["anchor_scale"] = config.anchor_scale
         if config.polynomial == "learned_quadratic":
-            options["block_width"] = config.block_width
+            options |= {"block_width": config.block_width, "center": config.block_center}
         return POLYNOMIALS[config.polynomial](
             budget=config.polynomial_features,
             heads=self.num_heads,

@@ -22,7 +22,7 @@ from slayformer.errors import ConfigError
 
 OPTIONS: dict[str, dict] = {
     "anchor": {"anchor_scale": "paper"},
-    "learned_quadratic": {"block_width": 4},
+    "learned_quadratic": {"block_width": 4, "center": 0.7},
 }
 
 
@@ -131,8 +131,28 @@ def test_learned_quadratic_by_hand():
             root = (gates[0][:, None] * gates[1][None]).sqrt()
             # e^{½(a(q)+a(k))·2} of the squared product
             expected[0, head] += root**2 * (y @ z.T).square()
+    # E (y·z)² at the start for c = .02 and c = .7: n c² ± √(2 n c²/d) ± √n/d with n = 4, d = 9
+    means = [(4 * c * c) ** 2 + 2 * 4 * c * c / 9 + 4 / 81 for c in (0.02, 0.7)]
+    expected *= means[0] / means[1]
     ours = features(module, u).scores(features(module, w))
     torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-9)
+
+
+def test_centres_far_off_start_flat_and_leave_the_mean():
+    """Scores of random directions: their mean is that of x² in blocks, their spread falls."""
+    u, w = unit_vectors(400, 32, seed=1), unit_vectors(400, 32, seed=2)
+    spreads = []
+    for center in (0.02, 0.2, 1.0, 5.0):
+        sizes = {"budget": 330, "block_width": 11, "heads": 1, "width": 32, "seed": 0}
+        module = LearnedQuadratic(trainable=False, center=center, **sizes)
+        scores = features(module, u).scores(features(module, w))
+        # 5 blocks of 11 orthonormal rows
+        assert float(scores.mean()) == pytest.approx(5 * 11 / 32**2, rel=0.1)
+        spreads.append(float(scores.std() / scores.mean()))
+    # 5 blocks, each a squared normal variable; at 5 what is left is 2/(n c²) √(2 n c²/d / 5) or so
+    assert spreads[0] == pytest.approx((2 / 5) ** 0.5, rel=0.2)
+    assert spreads == sorted(spreads, reverse=True)
+    assert spreads[-1] == pytest.approx(2 * (2 / (11 * 25 * 32)) ** 0.5, rel=0.8)
 
 
 def mean_within_four_errors(samples: Tensor, expected: float) -> bool:
