@@ -13,10 +13,9 @@ from torch import Tensor
 from slayformer.attention import backends
 from slayformer.attention.linear import LinearAttention
 from slayformer.presets import make_attention
-from tests.attention.accuracy import addends_norms, compare
+from tests.attention.accuracy import TOLERANCE, addends_norms, compare
 
 pytestmark = pytest.mark.gpu
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 5e-3}
 
 
 def make(name: str, width: int, backend: str, **options: Any) -> LinearAttention:
