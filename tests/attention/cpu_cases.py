@@ -35,6 +35,7 @@ MORE_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "one ε": ("slay_best", {"local_kernel": "yat", "local_size": 4, "epsilon": 0.1}),
     "wide blocks": ("slay_best", {"block_width": 16, "polynomial_features": 136}),
+    "flat": ("slay_best", {"block_center": 1.0, "far_scale": 0.7}),
     "block_quadratic": ("slay_block_quadratic", {"local": "window", "local_size": 5}),
     "rotated exponentials": ("slay", {"polynomial": "block_quadratic", "polynomial_features": 17}),
     "exact": ("slay_exact_poly", {}),

@@ -42,6 +42,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "last_far_scale": None,
         },
     ),
+    "flat": (
+        "slay_best",
+        {"polynomial_features": 60, "block_width": 5, "block_center": 1.0, "far_scale": 0.7},
+    ),
     "learned ⊗ exponentials": (
         "slay",
         {
