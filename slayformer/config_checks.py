@@ -168,6 +168,8 @@ def _validate_parts(data: DataConfig) -> None:
 OWN_DEEPSPEED_SETTINGS = {
     "bf16": "it rounds the weights to bf16, and without ZeRO gradients and their norm go wrong; "
     "engine.precision=bf16 keeps them in fp32",
+    "bfloat16": "use engine.precision=bf16",
+    "amp": "use engine.precision",
     "fp16": "engine.precision=fp16 scales the loss and keeps weights and gradients in fp32",
     "torch_autocast": "it reduces gradients in half precision; use engine.precision",
     "data_types": "gradients are summed in fp32",

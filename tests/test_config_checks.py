@@ -42,6 +42,10 @@ RAMP = "start_samples: 8, increment_samples: 8"
             r"engine.deepspeed.bf16=.*without ZeRO .* wrong; engine.precision=bf16 keeps them",
         ),
         (
+            ["engine.deepspeed={bfloat16: {enabled: true}}"],
+            r"engine.deepspeed.bfloat16=.*use engine.precision=bf16",
+        ),
+        (
             ["engine.deepspeed={zero_optimization: {stage: 3}}"],
             r"engine.deepspeed.zero_optimization.stage=3: use engine.zero_stage",
         ),
@@ -135,9 +139,12 @@ def test_settings_of_deepspeed_take_nothing_of_ours_away(value: Any) -> None:
         (
             "zero3",
             "{wall_clock_breakdown: true, gradient_cliping: 1}",
-            r"engine.deepspeed.gradient_cliping=1: .* no such setting; did you mean gradient_clip",
+            r"engine.deepspeed.gradient_cliping=1: .*ignore it; use optimizer.gradient_clipping$",
         ),
-        ("local", "{a: 1}", r"engine.deepspeed.a=1: .* no such setting; its documentation"),
+        ("local", "{a: 1}", r"engine.deepspeed.a=1: .* would ignore it; its documentation"),
+        ("zero1", "{dump_sate: 1}", r"engine.deepspeed.dump_sate=1: .* did you mean dump_state\?"),
+        # it raises errors of its own kinds for what it refuses
+        ("local", "{sparse_attention: {mode: fixed}}", r"engine.deepspeed=.*: DeepSpeed says: "),
     ],
 )
 def test_what_deepspeed_does_not_know_is_told_in_a_sentence(

@@ -260,7 +260,7 @@ class LearnedQuadratic(PolynomialMap):
         self.projection_width = groups * (n + 1)
 
     def _mean_score(self, center: float) -> float:
-        """Return E (y(q)·y(k))² of a block over random directions at the start."""
+        """Return E (y(q)·y(k))² of a block of orthogonal rows over random directions at first."""
         n, d = self.block_width, self.width
         # the mean squared, and the variances of c·(P(q̂ + k̂)) and of Pq̂·Pk̂
         return (n * center**2) ** 2 + 2 * n * center**2 / d + n / d**2
@@ -270,14 +270,15 @@ class LearnedQuadratic(PolynomialMap):
         gate = torch.exp(0.5 * (u_BHTD @ weight.mT + bias))
         y = (u_BHTD @ projection.mT + center).unflatten(-1, (self.blocks, self.block_width))
         squares = SumOfSquares((y * gate[..., None],), u_BHTD[..., :0])
-        return squares.scaled(self.multiplier**0.5)
+        return squares if self.multiplier == 1.0 else squares.scaled(self.multiplier**0.5)
 
     def projection(self, *tensors: Tensor) -> Projection:
         bias, center, projection, weight = tensors
         weight_HDF = torch.cat([projection, 0.5 * weight], dim=1).mT
         bias_HF = torch.cat([center, 0.5 * bias], dim=2)[:, 0]
         columns = Columns("squares", "gated", self.blocks * self.block_width, self.block_width)
-        return Projection(weight_HDF, bias_HF, (columns,)).scaled(self.multiplier**0.5)
+        projected = Projection(weight_HDF, bias_HF, (columns,))
+        return projected if self.multiplier == 1.0 else projected.scaled(self.multiplier**0.5)
 
 
 def count_sketches(width: int, size: int, draws: torch.Generator) -> Tensor:

@@ -43,6 +43,8 @@ QUADRATURES: dict[str, Quadrature] = {"gauss_laguerre": gauss_laguerre, "fitted"
 # an ordinary kernel value at cosine x is near x²/2, whose mean over directions is 1/(2d); a signed
 # map's normaliser below this share of it per key is not believed
 GUARD_SHARE = 0.05
+# further off, fp32 would not see what scores differ by
+LARGEST_CENTER = 100.0
 # maps of x² whose number of features follows from the head's width
 OWN_SIZE = ("exact", "block_quadratic", "learned_quadratic")
 
@@ -109,6 +111,9 @@ class SlayConfig(AttentionConfig):
         if self.learnable_epsilon and self.local_kernel == "softmax":
             hint = "softmax has no ε; only local_kernel=yat has one to learn"
             raise ConfigError("attention.learnable_epsilon", True, hint)
+        if self.block_center > LARGEST_CENTER:
+            hint = f"scores are as good as alike from 100 on; use at most {LARGEST_CENTER:g}"
+            raise ConfigError("attention.block_center", self.block_center, hint)
         if self.local != "none" and not self.is_positive():
             hint = "needs features that are never negative beside the exact kernel"
             raise ConfigError("attention.local", self.local, hint)

@@ -322,8 +322,13 @@ def check_source_paths(config: DataConfig) -> None:
     """Raise DataError if text that is to be read from files of this machine is not there."""
     separate = config.validation_source
     for field, source in {"source": config.source, "validation_source": separate}.items():
-        if source is not None and source.kind != "huggingface":
+        if source is None:
+            continue
+        if source.kind != "huggingface":
             open_source(source, f"data.{field}")
+        # a name of the hub begins with a letter
+        elif (path := str(source.path))[:1] in "/~." and not Path(path).expanduser().is_dir():
+            raise DataError(f"data.{field}.path={path}: there is no such folder")
 
 
 def join_rows(rows: Iterable[str], document_start: re.Pattern[str]) -> Iterator[str]:

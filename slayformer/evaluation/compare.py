@@ -207,12 +207,13 @@ def join_record(directory: Path, cells: Sequence[Cell]) -> dict[str, Any]:
             earlier.pop("recall", None)
         before, known = _by_key(earlier), earlier["attention"]
     except FileNotFoundError:
-        if there := sorted(directory.glob("*")):
-            hint = f"holds {there[0].name} and no comparison; name a new or an empty folder"
-            raise ConfigError("directory", directory, hint) from None
+        _refuse_other_things(directory, settings["shared"]["data"]["cache_directory"])
         return settings
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} is not the settings of a comparison: {error!r}") from error
+    if not any(map(_has_begun, directory.glob("*/"))):
+        # no run of these came to anything, so nothing would be compared with them
+        return settings
     now = _by_key(settings)
     for key in differing_keys([before, now]):
         if key in PATHS and _absolute(value_of(before, key)) == value_of(now, key):
@@ -222,6 +223,22 @@ def join_record(directory: Path, cells: Sequence[Cell]) -> dict[str, Any]:
         raise ConfigError(key, value_of(now, key), f"{hint}; choose another directory")
     # recall may join later, and be left out again
     return {**earlier, **settings, "attention": {**known, **settings["attention"]}}
+
+
+def _refuse_other_things(directory: Path, cache_directory: str) -> None:
+    """Raise ConfigError if `directory` holds more than logs, hidden files and prepared tokens."""
+    cache = Path(cache_directory)
+    for path in sorted(directory.glob("[!.]*")):
+        is_log = path.is_file() and (path.stem == "log" or path.suffix in (".log", ".tmp"))
+        if not is_log and path != cache and path not in cache.parents:
+            hint = f"holds {path.name} and no comparison; name a new or an empty folder"
+            raise ConfigError("directory", directory, hint)
+
+
+def _has_begun(folder: Path) -> bool:
+    from slayformer.training.checkpoint import has_checkpoint
+
+    return has_checkpoint(folder) or (folder / "summary.json").exists()
 
 
 def _absolute(path: Any) -> str:

@@ -46,7 +46,8 @@ def run(folders: Sequence[Path], config: ReportConfig) -> Path:
         where = f"no finished run in {', '.join(map(str, folders))}"
         if not found.unfinished:
             raise UserError(f"{where}: none of a language model")
-        hint = "a run goes on with python train.py run_directory=FOLDER resume=auto"
+        hint = "what started them goes on with run_directory=FOLDER resume=auto (train.py) or "
+        hint += "directory=FOLDER (compare.py)"
         raise UserError(f"{where}: unfinished: {', '.join(found.unfinished)}; {hint}")
     notes = [f"Not finished: {', '.join(found.unfinished)}."] if found.unfinished else []
     report = make_report(

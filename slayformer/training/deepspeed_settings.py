@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 from slayformer.config import TrainConfig
+from slayformer.config_checks import OWN_DEEPSPEED_SETTINGS
 from slayformer.errors import ConfigError
 from slayformer.training import distributed
 from slayformer.training.memory import REDUCE_BUCKET_ELEMENTS
@@ -15,8 +16,12 @@ from slayformer.training.memory import REDUCE_BUCKET_ELEMENTS
 STAGE3_WHOLE_BELOW = 100_000
 
 
+# what DeepSpeed has given up
+REFUSED = {"sparse_attention"}
+
+
 class Settings(dict[str, Any]):
-    """A dictionary that remembers which keys were asked for: DeepSpeed ignores those of no use."""
+    """A dictionary that remembers which of its own keys, not of those inside, were asked for."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         super().__init__(settings)
@@ -39,13 +44,22 @@ class Settings(dict[str, Any]):
         """Return this itself, so that `key in settings.keys()` counts as well."""
         return self
 
-    def check_all_read(self, given: dict[str, Any]) -> None:
-        """Raise ConfigError for a key of `given`, the user's part, that nobody has asked for."""
+    def check_all_read(self, given: dict[str, Any], *, again: bool) -> None:
+        """Raise ConfigError for a key of `given`, the user's part, that nobody has asked for.
+
+        `again`: a run goes on, and these may be its options from when they were ignored.
+        """
         for key, value in given.items():
             if key not in self._asked_for:
-                close = difflib.get_close_matches(key, self._asked_for, n=1)
+                # others it asks for to refuse them
+                known = self._asked_for - REFUSED
+                close = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
                 meant = f"did you mean {close[0]}?" if close else "its documentation lists them"
-                hint = f"DeepSpeed has no such setting; {meant}"
+                if close and close[0] in OWN_DEEPSPEED_SETTINGS:
+                    meant = OWN_DEEPSPEED_SETTINGS[close[0]]
+                hint = f"DeepSpeed has no such setting and would ignore it; {meant}"
+                if again:
+                    hint += "; to go on without: engine.deepspeed=null"
                 raise ConfigError(f"engine.deepspeed.{key}", value, hint)
 
 

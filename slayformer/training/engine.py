@@ -48,6 +48,8 @@ class TrainingEngine:
         self.loss_scale = LossScale() if config.engine.precision == "fp16" else None
         objective.model.recompute(config.engine.activation_checkpointing)
         deepspeed = _import_deepspeed()
+        from deepspeed.runtime.config import DeepSpeedConfigError
+
         parameters = sum(parameter.numel() for parameter in objective.parameters())
         optimizer = build_optimizer(objective, config.optimizer, self.device)
         settings = deepspeed_settings(config, parameters)
@@ -59,11 +61,15 @@ class TrainingEngine:
             self._engine, *_ = deepspeed.initialize(
                 model=objective, optimizer=optimizer, config=settings
             )
-        except ValidationError as error:
-            first = error.errors()[0]
-            hint = f"DeepSpeed says of {'.'.join(map(str, first['loc']))}: {first['msg']}"
+        except (ValidationError, ValueError, AssertionError, DeepSpeedConfigError) as error:
+            if not config.engine.deepspeed:
+                raise
+            hint = f"DeepSpeed says: {error}"
+            if isinstance(error, ValidationError):
+                first = error.errors()[0]
+                hint = f"DeepSpeed says of {'.'.join(map(str, first['loc']))}: {first['msg']}"
             raise ConfigError("engine.deepspeed", config.engine.deepspeed, hint) from error
-        settings.check_all_read(config.engine.deepspeed or {})
+        settings.check_all_read(config.engine.deepspeed or {}, again=config.resume is not None)
         distributed.limit_waiting()
         if self.zero_stage in (1, 2) and not config.engine.offload_optimizer:
             _share_weights(self._engine.optimizer)

@@ -48,10 +48,10 @@ def read_records(path: Path) -> list[tuple[str, dict[str, Any]]]:
 def read_metrics(path: Path, *, up_to_update: int, last_update: int) -> list[str]:
     """Return the lines of a metrics file that a run resumed after `up_to_update` goes on from.
 
-    The validation after the `last_update` of the plan is done again.
+    The validation after the `last_update` of the plan is done again. Earlier versions wrote NaN.
     """
     return [
-        line
+        json.dumps(strict_json(json.loads(line))) if "NaN" in line or "Infinity" in line else line
         for line, record in (read_records(path) if path.exists() else [])
         if record["update"] <= up_to_update
         and (record["kind"], record["update"]) != ("validation", last_update)

@@ -58,7 +58,7 @@ def run(config: TrainConfig) -> Path | None:
             print_plan(Console(), plan, config, vocabulary, note)
             try:
                 check_source_paths(config.data)
-            except DataError as error:
+            except (DataError, OSError) as error:
                 # a plan may be made elsewhere
                 print(f"note: on this machine the run would end with: {error}")
         return None

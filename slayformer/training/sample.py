@@ -17,7 +17,7 @@ from slayformer.training.engine import TrainingEngine
 from slayformer.training.inputs import Inputs
 
 SAMPLES_FILE = "samples.txt"
-HEADING = re.compile(r"^--- after update ([\d,]+) ---$", re.MULTILINE)
+HEADING = re.compile(rb"^--- after update ([\d,]+) ---$", re.MULTILINE)
 
 
 def keep_samples(directory: Path, *, before_update: int) -> None:
@@ -25,10 +25,11 @@ def keep_samples(directory: Path, *, before_update: int) -> None:
     path = directory / SAMPLES_FILE
     if not path.exists():
         return
-    text = path.read_text(encoding="utf-8")
+    # what was cut off may end within a character
+    text = path.read_bytes()
     for heading in HEADING.finditer(text):
-        if int(heading[1].replace(",", "")) >= before_update:
-            write_atomically(path, [text[: heading.start()].encode()])
+        if int(heading[1].replace(b",", b"")) >= before_update:
+            write_atomically(path, [text[: heading.start()]])
             return
 
 

@@ -23,7 +23,7 @@ def addends_norms(parts: Tensor, parameters: Iterable[Tensor]) -> list[float]:
     norms = []
     for parameter in parameters:
         square = 0.0
-        if parameter.shape[1:].numel() == 1:
+        if parameter.ndim > 1 and parameter.shape[1:].numel() == 1:
             for sign in signs:
                 (found,) = torch.autograd.grad(
                     parts, parameter, sign.to(parts), retain_graph=True, materialize_grads=True

@@ -159,6 +159,8 @@ def test_pairwise_leaves_out_only_what_validation_refuses():
     assert not is_allowed(polynomial="tensor_sketch", local="chunk")
     assert not is_allowed(learnable_epsilon=True)
     assert not is_allowed(learnable_epsilon=True, local="chunk", local_kernel="softmax")
+    with pytest.raises(ConfigError, match=r"block_center=1e.200: .* at most 100"):
+        options(polynomial="learned_quadratic", block_center=1e200)
     with pytest.raises(ConfigError, match="anchor, nystrom"):
         options(polynomial="exact", fusion="hadamard")
 

@@ -123,12 +123,22 @@ def test_a_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         run(request(), SMALL)
 
 
+def begin(directory: Path) -> None:
+    """Let the first run of the comparison in `directory` have saved something."""
+    checkpoints = directory / "slay-seed1" / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    (checkpoints / "latest").write_text("update_0000000")
+
+
 def test_a_folder_belongs_to_one_comparison(tmp_path: Path) -> None:
     def claim(overrides: list[str], **changes: object) -> None:
         cells = plan_cells(request(**changes), [*SMALL, *overrides], tmp_path)
         (tmp_path / SETTINGS_FILE).write_text(json.dumps(join_record(tmp_path, cells)))
 
+    # a mistake, which no run has come past, binds nobody
+    claim(["engine.deepspeed={gradient_cliping: 1}", "model.width=24"])
     claim([])
+    begin(tmp_path)
     claim([])
     with pytest.raises(ConfigError, match=r"model\.width=16: .* was made with 8"):
         claim(["model.width=16"])
@@ -175,9 +185,20 @@ def test_recall_runs_beside_training(tmp_path: Path) -> None:
     ):
         cells = plan_cells(request(**changes), [*SMALL, *overrides], tmp_path)
         (tmp_path / SETTINGS_FILE).write_text(json.dumps(join_record(tmp_path, cells)))
+    begin(tmp_path)
     cells = plan_cells(request(recall=True), [*SMALL, "recall.updates=71"], tmp_path)
     with pytest.raises(ConfigError, match=r"recall\.updates=71: .* made with 70"):
         join_record(tmp_path, cells)
+
+
+def test_logs_and_prepared_tokens_may_be_in_the_folder_before(tmp_path: Path) -> None:
+    for name in (".hidden", "log", "log.txt", "compare.log", "settings.json.12.tmp"):
+        (tmp_path / name).touch()
+    (tmp_path / "tokens" / "cache").mkdir(parents=True)
+    own = [*SMALL, f"data.cache_directory={tmp_path}/tokens/cache"]
+    join_record(tmp_path, plan_cells(request(), own, tmp_path))
+    with pytest.raises(ConfigError, match="holds tokens and no comparison"):
+        join_record(tmp_path, plan_cells(request(), SMALL, tmp_path))
 
 
 def test_options_unknown_at_that_time_are_no_change(tmp_path: Path) -> None:
@@ -185,6 +206,7 @@ def test_options_unknown_at_that_time_are_no_change(tmp_path: Path) -> None:
     record = join_record(tmp_path, cells)
     del record["attention"]["slay"]["epsilon"]
     del record["shared"]["model"]["short_convolution"]
+    begin(tmp_path)
     (tmp_path / SETTINGS_FILE).write_text(json.dumps(record))
     assert "short_convolution" in join_record(tmp_path, cells)["shared"]["model"]
 

@@ -74,11 +74,17 @@ def test_a_finished_run_stays_as_it_is_until_it_gets_a_larger_budget(
     # killed after the last checkpoint and before the summary: that is made up for; and a sample
     # of a way that was given up since
     (directory / "summary.json").unlink()
-    with (directory / "samples.txt").open("a") as file:
-        file.write("--- after update 1,004 ---\nlost\n\n")
+    written = (directory / "samples.txt").read_bytes()
+    ours = b"--- after update 2 ---\na\r\nb\n\n"
+    # the second was cut off within a character
+    lost = "--- after update 1,004 ---\nlost…".encode()[:-1]
+    (directory / "samples.txt").write_bytes(
+        ours + written[written.index(b"--- after update 3") :] + lost
+    )
     run(train_config(*again, "budget.updates=3"))
     assert validations(directory) == [2, 3]
     assert samples(directory) == ["--- after update 2 ---", "--- after update 3 ---"]
+    assert (directory / "samples.txt").read_bytes().startswith(ours)
     assert json.loads((directory / "summary.json").read_text())["finished"] is True
 
 

@@ -80,6 +80,10 @@ def test_a_loss_that_is_not_finite_is_null_for_every_reader_of_json(
     for line in path.read_text().splitlines():
         assert json.loads(line, parse_constant=refuse)["loss"] is None
     assert all(math.isnan(found["loss"]) for _, found in read_records(path))
+    # as earlier versions wrote it
+    path.write_text('{"kind": "train", "update": 1, "loss": NaN}\n')
+    (line,) = read_metrics(path, up_to_update=1, last_update=2)
+    assert json.loads(line, parse_constant=refuse)["loss"] is None
 
 
 def test_what_is_no_record_is_skipped(tmp_path: Path) -> None:
