@@ -50,7 +50,7 @@ def print_table(
     rows: Sequence[dict[str, Any]], about: str, chance: float, console: Console
 ) -> None:
     """Print a row for each mechanism and length."""
-    columns = (Column(name, justify="right") for name in COLUMNS)
+    columns = (Column(name, justify="right", overflow="fold") for name in COLUMNS)
     table = Table("mechanism", *columns, box=SIMPLE_HEAD)
     before = None
     for row in rows:

@@ -79,7 +79,7 @@ def _side_by_side(results: Sequence[dict[str, Any]]) -> Table:
     table = Table(
         "",
         "mechanism",
-        *(Column(name, justify="right") for name in names),
+        *(Column(name, justify="right", overflow="fold") for name in names),
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
@@ -106,7 +106,7 @@ def _by_position(results: Sequence[dict[str, Any]]) -> Table:
     ]
     table = Table(
         "position in the context",
-        *(Column(name, justify="right") for name in names),
+        *(Column(name, justify="right", overflow="fold") for name in names),
         box=SIMPLE_HEAD,
     )
     for first, last in sorted({stretch for one in losses for stretch in one}):

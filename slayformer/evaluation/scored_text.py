@@ -86,7 +86,7 @@ def _read(config: EvalConfig, tokenizer: Tokenizer) -> tuple[np.ndarray, str]:
     pieces: list[np.ndarray] = []
     count = 0
     with progress_bar() as progress:
-        task = progress.add_task("tokenizing", total=None)
+        task = progress.add_task("tokenizing", total=opened.total)
         while count < most_tokens:
             texts = [document.text for document in islice(documents, DOCUMENTS_AT_A_TIME)]
             if not texts:
@@ -94,7 +94,8 @@ def _read(config: EvalConfig, tokenizer: Tokenizer) -> tuple[np.ndarray, str]:
             for ids in tokenizer.encode_batch(texts):
                 pieces += [np.asarray(ids, dtype=np.uint32), end]
                 count += len(ids) + 1
-            progress.update(task, description=f"tokenizing: {count:,} tokens")
+            done = len(pieces) // 2
+            progress.update(task, completed=done, description=f"tokenizing: {count:,} tokens")
     details = [source.path, source.name]
     if source.kind == "huggingface":
         details.append(f"split {source.split}")

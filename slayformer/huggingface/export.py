@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from omegaconf import OmegaConf
 from rich.console import Console
 from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from slayformer.config import DataConfig, TrainConfig, one_of
 from slayformer.config_loading import to_plain
@@ -60,6 +62,9 @@ def run(config: ExportConfig) -> Path:
     card = model_card(directory.name, checkpoint, loaded, model_format=config.format)
     # under another name until it is whole
     unfinished = directory.with_name(directory.name + UNFINISHED)
+    # the library imports DeepSpeed, which would warn of its guess
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+    transformers_logging.disable_progress_bar()
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)

@@ -62,7 +62,8 @@ def longest(mechanism: str, limit_bytes: int, seconds: float) -> dict[str, Any]:
     trials = [line for line in lines if "seconds" in line]
     # a system that ends the process for want of memory does so by a signal
     if not trials or finished.returncode > 0:
-        raise UserError(f"{mechanism} did not run: {finished.stderr.strip()[-300:]}")
+        told = finished.stderr.strip().splitlines()[-1:]
+        raise UserError(f"{mechanism} did not run: {''.join(told)}")
     return {
         "tokens": max(trial["tokens"] for trial in trials),
         # nothing told: the system ended the process for want of memory

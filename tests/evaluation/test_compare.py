@@ -126,7 +126,7 @@ def test_a_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def begin(directory: Path) -> None:
     """Let the first run of the comparison in `directory` have saved something."""
     checkpoints = directory / "slay-seed1" / "checkpoints"
-    checkpoints.mkdir(parents=True)
+    checkpoints.mkdir(parents=True, exist_ok=True)
     (checkpoints / "latest").write_text("update_0000000")
 
 
@@ -185,7 +185,7 @@ def test_recall_runs_beside_training(tmp_path: Path) -> None:
     ):
         cells = plan_cells(request(**changes), [*SMALL, *overrides], tmp_path)
         (tmp_path / SETTINGS_FILE).write_text(json.dumps(join_record(tmp_path, cells)))
-    begin(tmp_path)
+        begin(tmp_path)
     cells = plan_cells(request(recall=True), [*SMALL, "recall.updates=71"], tmp_path)
     with pytest.raises(ConfigError, match=r"recall\.updates=71: .* made with 70"):
         join_record(tmp_path, cells)

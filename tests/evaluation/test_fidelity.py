@@ -247,7 +247,7 @@ def guide_rows() -> dict[str, list[str]]:
 
 def test_the_guide_lists_every_mechanism_as_it_is() -> None:
     rows = guide_rows()
-    assert sorted(rows) == NAMES
+    assert sorted(rows) == NAMES, f"the first table of {GUIDE} has not a row for each mechanism"
     for name, (title, _, time, state, weights, _, _, parameters) in rows.items():
         attention = build_attention(
             OPTIONS[name], num_heads=1, head_dim=64, max_sequence_length=STATE_TOKENS, seed=0
