@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 # curves that lie on one another dashes show both
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = "osD^vPX"
+# letters in a line of a long name
+NAME_LETTERS = 36
 DASHES = ("-", "--", "-.", ":")
 
 
@@ -50,7 +53,11 @@ def losses(runs: Sequence[Run], rows: Sequence[Row]) -> Figure:
     from matplotlib.figure import Figure
 
     rows = [row for row in rows if math.isfinite(row.loss)]
-    figure = Figure(figsize=(8, 1.4 + 0.28 * len(rows)), layout="constrained", dpi=150)
+    names = [wrapped(row.label) for row in rows]
+    # a row is as high as the longest name
+    lines = 1 + max((name.count("\n") for name in names), default=0)
+    height = 1.4 + (0.12 + 0.16 * lines) * len(rows)
+    figure = Figure(figsize=(8, height), layout="constrained", dpi=150)
     axes = figure.subplots()
     for place, row in enumerate(rows):
         seeds = [run.summary["validation_loss"] for run in runs if run.mechanism == row.mechanism]
@@ -67,7 +74,7 @@ def losses(runs: Sequence[Run], rows: Sequence[Row]) -> Figure:
         axes.annotate(
             f"{row.loss:.3f}", (1.01, place), xycoords=("axes fraction", "data"), va="center"
         )
-    axes.set_yticks(range(len(rows)), [row.label for row in rows])
+    axes.set_yticks(range(len(rows)), names)
     axes.invert_yaxis()
     axes.set(title="Final validation loss", xlabel="loss (nats/token): mean, its spread, each seed")
     axes.grid(axis="x", alpha=0.25)
@@ -96,7 +103,7 @@ def curves(runs: Sequence[Run], mechanisms: Sequence[str]) -> Figure:
             for curve in seeds if len(seeds) > 1 else []:
                 axes.plot(*_xy(curve), linewidth=0.6, alpha=0.6, **style)
             count = "1 seed" if len(mine) == 1 else f"{len(mine)} seeds"
-            label = f"{mechanism} ({count})"
+            label = wrapped(f"{mechanism} ({count})")
             (line,) = axes.plot(*_xy(mean_curve(seeds)), label=label, linewidth=1.8, **style)
             if kind == "validation":
                 line.set(marker=MARKERS[number % len(MARKERS)], markersize=4)
@@ -158,7 +165,7 @@ def positions(rows: Sequence[Row]) -> Figure:
         axes.plot(
             range(len(labels)),
             losses,
-            label=row.label,
+            label=wrapped(row.label),
             linewidth=1.8,
             markersize=4,
             **series_style(number),
@@ -185,7 +192,12 @@ def recall(rows: Sequence[Row], chance: float) -> Figure:
         pairs = [int(count) for count in row.recall]
         shares = [100 * share for share in row.recall.values()]
         axes.plot(
-            pairs, shares, label=row.label, linewidth=1.8, markersize=4, **series_style(number)
+            pairs,
+            shares,
+            label=wrapped(row.label),
+            linewidth=1.8,
+            markersize=4,
+            **series_style(number),
         )
     axes.axhline(100 * chance, color="#777777", linewidth=1, label="chance")
     axes.set_xscale("log", base=2)
@@ -197,6 +209,11 @@ def recall(rows: Sequence[Row], chance: float) -> Figure:
     axes.grid(alpha=0.25)
     figure.legend(loc="outside right center", fontsize=8)
     return figure
+
+
+def wrapped(name: str) -> str:
+    """Return a name with options in it in lines that leave room for the picture."""
+    return textwrap.fill(name, NAME_LETTERS, subsequent_indent="  ")
 
 
 def series_style(number: int) -> dict[str, Any]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -267,6 +269,21 @@ def test_final_losses_stand_at_their_means_with_their_spread() -> None:
     # hollow
     assert elu.lines[0].get_markerfacecolor() == "white"
     assert slay.lines[0].get_markerfacecolor() != "white"
+
+
+def test_long_names_stay_in_the_picture() -> None:
+    long = (
+        "slay, data.source.path=" + "/a/folder/of/folders" * 6 + ", tokenizer.vocabulary_size=null"
+    )
+    rows = [replace(row, mechanism=long) for row in make_rows(three_mechanisms())[:2]]
+    figure = losses([replace(run, mechanism=long) for run in three_mechanisms()], rows)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        figure.savefig(io.BytesIO())
+    first, second = (label.get_window_extent() for label in figure.axes[0].get_yticklabels())
+    assert min(first.x0, second.x0) >= 0
+    # the second below the first
+    assert second.y1 < first.y0
 
 
 def test_curves_show_every_mechanism(tmp_path: Path) -> None:
