@@ -23,7 +23,8 @@ HEADING = re.compile(rb"^--- after update ([\d,]+) ---$", re.MULTILINE)
 def keep_samples(directory: Path, *, before_update: int) -> None:
     """Cut samples.txt to those before `before_update`: what a resumed run will not write again."""
     path = directory / SAMPLES_FILE
-    if not path.exists():
+    # a pipe that somebody reads along has nothing to cut
+    if not path.is_file():
         return
     # what was cut off may end within a character
     text = path.read_bytes()
