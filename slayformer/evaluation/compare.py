@@ -207,7 +207,7 @@ def join_record(directory: Path, cells: Sequence[Cell]) -> dict[str, Any]:
             earlier.pop("recall", None)
         before, known = _by_key(earlier), earlier["attention"]
     except FileNotFoundError:
-        _refuse_other_things(directory, settings["shared"]["data"]["cache_directory"])
+        _refuse_other_things(directory, cells, settings["shared"]["data"]["cache_directory"])
         return settings
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} is not the settings of a comparison: {error!r}") from error
@@ -225,12 +225,15 @@ def join_record(directory: Path, cells: Sequence[Cell]) -> dict[str, Any]:
     return {**earlier, **settings, "attention": {**known, **settings["attention"]}}
 
 
-def _refuse_other_things(directory: Path, cache_directory: str) -> None:
-    """Raise ConfigError if `directory` holds more than logs, hidden files and prepared tokens."""
-    cache = Path(cache_directory)
+def _refuse_other_things(directory: Path, cells: Sequence[Cell], cache_directory: str) -> None:
+    """Raise ConfigError if `directory` holds something that is nobody's here.
+
+    That is more than folders of the cells, logs, hidden files and prepared tokens.
+    """
+    cache, folders = Path(cache_directory), {cell.folder for cell in cells}
     for path in sorted(directory.glob("[!.]*")):
         is_log = path.is_file() and (path.stem == "log" or path.suffix in (".log", ".tmp"))
-        if not is_log and path != cache and path not in cache.parents:
+        if not is_log and path not in (cache, *cache.parents, *folders):
             hint = f"holds {path.name} and no comparison; name a new or an empty folder"
             raise ConfigError("directory", directory, hint)
 

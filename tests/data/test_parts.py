@@ -39,7 +39,9 @@ def data(text_folder: Path, tmp_path: Path) -> DataConfig:
 
 
 def contents(prepared: PreparedData) -> dict[str, bytes]:
-    files = (p for p in prepared.directory.rglob("*") if p.is_file() and p.suffix != ".lock")
+    # what a killed process was writing may stay
+    passing = (".lock", ".tmp")
+    files = (p for p in prepared.directory.rglob("*") if p.is_file() and p.suffix not in passing)
     return {p.relative_to(prepared.directory).as_posix(): p.read_bytes() for p in files}
 
 

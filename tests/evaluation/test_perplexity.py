@@ -254,7 +254,7 @@ def test_wikitext_from_local_parquet(tiny_run: Path, tmp_path: Path) -> None:
         checkpoint=checkpoint, data=str(folder), source=EvalSourceConfig(split="test")
     )
     assert (scored["documents"], scored["bytes"], scored["words"]) == (2, 5, 3)
-    with pytest.raises(UserError, match=r"source\.path=.*split=nothing"):
+    with pytest.raises(UserError, match=r"data=.*split=nothing"):
         evaluate(checkpoint=checkpoint, data=str(folder), source=EvalSourceConfig(split="nothing"))
     # a data set of the hub has a README, which is none of its documents
     (folder / "README.md").write_text("about it")
