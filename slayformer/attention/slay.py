@@ -112,7 +112,7 @@ class SlayConfig(AttentionConfig):
             hint = "softmax has no ε; only local_kernel=yat has one to learn"
             raise ConfigError("attention.learnable_epsilon", True, hint)
         if self.block_center > LARGEST_CENTER:
-            hint = f"scores are as good as alike from 100 on; use at most {LARGEST_CENTER:g}"
+            hint = f"scores are as good as alike beyond; use at most {LARGEST_CENTER:g}"
             raise ConfigError("attention.block_center", self.block_center, hint)
         if self.local != "none" and not self.is_positive():
             hint = "needs features that are never negative beside the exact kernel"
@@ -129,9 +129,8 @@ class SlayConfig(AttentionConfig):
         if self.polynomial == "exact":
             unused["polynomial_features"] = polynomial
         if self.fusion == "laplace_only":
-            for name in ("polynomial_features", "anchor_scale", "block_width", "block_center"):
-                unused[name] = fusion
-            unused["polynomial"] = fusion
+            names = ("polynomial_features", "anchor_scale", "block_width", "block_center")
+            unused |= dict.fromkeys(("polynomial", *names), fusion)
         if self.fusion == "polynomial_only":
             for name in ("exponential_features", "random_features", "quadrature", "nodes"):
                 unused[name] = fusion

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from slayformer.benchmark.contestants import PEERS, REFERENCE
 from slayformer.benchmark.figure import TITLES, draw_scaling, tokens_label
@@ -130,6 +131,17 @@ def _left_out(result: Result) -> list[str]:
     ]
 
 
+def busy_notes(machine: dict[str, Any]) -> list[str]:
+    """Return what to tell of a CPU that had other work when the measurement began."""
+    busy = machine["load_per_core"]
+    if machine["device"] != "cpu" or busy <= BUSY_LOAD_PER_CORE:
+        return []
+    return [
+        f"The machine was busy when this began ({busy:.1f} processes a core wanted to run): "
+        "times do not hold, ratios more or less."
+    ]
+
+
 def notes(result: Result) -> list[str]:
     """Return what was measured, on what, and what the figures say."""
     options, machine = result.options, result.machine
@@ -144,12 +156,7 @@ def notes(result: Result) -> list[str]:
         "takes its turn; a ratio is the median over rounds. Memory beyond the inputs, output "
         f"included: {memory}.",
     ]
-    busy = machine["load_per_core"]
-    if machine["device"] == "cpu" and busy > BUSY_LOAD_PER_CORE:
-        found.append(
-            f"The machine was busy when this began ({busy:.1f} processes a core wanted to run): "
-            "times do not hold, ratios more or less."
-        )
+    found += busy_notes(machine)
     if options["quick"]:
         found.append("A quick look: few lengths and rounds.")
     for pass_name in options["passes"]:

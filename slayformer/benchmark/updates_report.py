@@ -7,7 +7,7 @@ from pathlib import Path
 
 from slayformer.benchmark.machine import in_words
 from slayformer.benchmark.record import read_record, write_csv, write_record
-from slayformer.benchmark.report import BUSY_LOAD_PER_CORE
+from slayformer.benchmark.report import busy_notes
 from slayformer.benchmark.update_plan import PLAIN, REFERENCE
 from slayformer.benchmark.update_results import UpdateCell, UpdateResult
 from slayformer.evaluation.report_figure import COLOURS
@@ -82,12 +82,7 @@ def updates_notes(result: UpdateResult) -> list[str]:
         "Forward and backward are timed to their end on a GPU as well; moving a batch to the "
         "device is among them. MFU counts a backward pass as two forward passes.",
     ]
-    busy = result.machine["load_per_core"]
-    if result.machine["device"] == "cpu" and busy > BUSY_LOAD_PER_CORE:
-        found.append(
-            f"The machine was busy when this began ({busy:.1f} processes a core wanted to run): "
-            "times do not hold, ratios more or less."
-        )
+    found += busy_notes(result.machine)
     found += [
         f"Left out: {cell.mechanism} ({cell.loop}) at {cell.length:,}: {cell.left_out}."
         for cell in result.cells

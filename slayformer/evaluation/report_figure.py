@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 # curves that lie on one another dashes show both
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = "osD^vPX"
+DASHES = ("-", "--", "-.", ":")
 # letters in a line of a long name
 NAME_LETTERS = 36
-DASHES = ("-", "--", "-.", ":")
 
 
 def draw_pictures(directory: Path, report: Report) -> list[Path]:
